@@ -1,0 +1,53 @@
+"""Keys and values of committed blocks: one pair of arrays for all layers, donated from step to step.
+
+A forward reads the rows before ``start`` (committed) and writes the rows of its own tokens; a block is committed simply
+by moving ``start`` past it. The rows of an active block are overwritten by each of its forwards, so committing is
+right exactly when the last forward's input was the block's final tokens (spec/llada2 section 4.4); the decoding loop
+sees to that.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from oled_jax.config import ModelConfig
+from oled_jax.model.numerics import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """``keys`` and ``values``, each ``[L, B, N, KV, D]`` in the model's dtype; N positions."""
+
+    keys: Array
+    values: Array
+
+    @classmethod
+    def zeros(cls, config: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> "KVCache":
+        """An empty cache for ``batch`` sequences of up to ``length`` positions."""
+        shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def write(self, keys: list[Array], values: list[Array], start: Array, valid: Array) -> "KVCache":
+        """Writes each layer's ``[B, T, KV, D]`` at rows ``start[b]``, only where ``valid [B, T]``.
+
+        One in-place update per sequence; the caller guarantees ``start + T <= N`` (an update past the end would be
+        shifted back silently by XLA).
+        """
+        return KVCache(
+            _write_rows(self.keys, jnp.stack(keys), start, valid),
+            _write_rows(self.values, jnp.stack(values), start, valid),
+        )
+
+
+def _write_rows(cache: Array, new: Array, start: Array, valid: Array) -> Array:
+    layers, batch, tokens = new.shape[:3]
+    for b in range(batch):
+        origin = (0, b, start[b], 0, 0)
+        size = (layers, 1, tokens, *cache.shape[3:])
+        old = lax.dynamic_slice(cache, origin, size)
+        rows = jnp.where(valid[b][None, None, :, None, None], new[:, b : b + 1], old)
+        cache = lax.dynamic_update_slice(cache, rows, origin)
+    return cache
