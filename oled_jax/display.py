@@ -1,0 +1,180 @@
+"""What a person sees on a terminal: a block of masks turning into text, a progress line, a summary.
+
+``LiveText`` redraws the end of an answer in place with three ANSI sequences (cursor up, carriage return, erase below).
+Its promises: rows that are final are written once and never touched again, so that the scrollback holds the answer;
+what is redrawn never exceeds the window, since a cursor cannot go up beyond it; control characters in a model's output
+never reach the terminal.
+
+Deliberately not here: colours, cursor hiding, threads, and any knowledge of tokenizers: the caller passes ``decode``.
+A stream that is no terminal gets no ``LiveText``.
+"""
+
+import shutil
+import time
+import unicodedata
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+MASK_CHARACTER = "░"
+_REPLACEMENT = "\ufffd"
+_TAB = "    "
+
+
+class LiveText:
+    """Draws one answer while it is decoded.
+
+    ``decode(ids) -> str`` gives the text of a run of tokens, and ``separator`` stands between runs ("" for text, a
+    blank for bare ids). ``mask_id`` marks undecided positions. ``stream`` is a terminal, and its size is asked at every
+    redraw.
+    """
+
+    def __init__(self, stream: TextIO, decode: Callable[[list[int]], str], *, mask_id: int, separator: str = ""):
+        self._stream = stream
+        self._decode = decode
+        self._mask_id = mask_id
+        self._separator = separator
+        self._committed: list[int] = []
+        self._block: int | None = None
+        self._block_tokens: list[int] = []
+        self._frozen = 0  # characters of the answer's printable text that are written for good
+        self._live_rows = 0
+
+    def step(self, block: int, tokens: Sequence[int]) -> None:
+        """Shows ``tokens`` as the present state of block ``block``, without the positions that belong to the prompt.
+
+        A new ``block`` makes the last state of the one before it final.
+        """
+        size = shutil.get_terminal_size()
+        if self._block is not None and block != self._block:
+            self._committed += self._block_tokens
+            self._freeze(size.columns)
+        self._block, self._block_tokens = block, [int(token) for token in tokens]
+        rows = [row for row, _ in self._rows(self._render(), size.columns)]
+        self._redraw(rows[-max(1, size.lines - 1) :])
+
+    def finish(self, text: str) -> None:
+        """Replaces what is still in motion by the end of ``text``, the whole final answer, and ends the line."""
+        self._redraw([row for row, _ in self._rows(text, shutil.get_terminal_size().columns)])
+        self._stream.write("\n")
+        self._stream.flush()
+
+    def _freeze(self, columns: int) -> None:
+        # The last row may still grow, and an incomplete character at its end may still change: both stay live.
+        final = self._rows(self._decode(self._committed).rstrip(_REPLACEMENT), columns)[:-1]
+        if final:
+            self._redraw([row for row, _ in final])
+            self._stream.write("\n")
+            self._frozen = final[-1][1]
+            self._live_rows = 0
+
+    def _render(self) -> str:
+        """The committed text and the present block. The decided start of the block is decoded along with the former."""
+        runs: list[list[int]] = [list(self._committed)]
+        parts: list[str] = []
+        for token in self._block_tokens:
+            if token != self._mask_id:
+                runs[-1].append(token)
+                continue
+            parts += [self._decode(runs[-1]), MASK_CHARACTER]
+            runs.append([])
+        parts.append(self._decode(runs[-1]))
+        return self._separator.join(part for part in parts if part)
+
+    def _redraw(self, rows: list[str]) -> None:
+        up = f"\x1b[{self._live_rows - 1}A" if self._live_rows > 1 else ""
+        erase = f"{up}\r\x1b[J" if self._live_rows else ""
+        self._stream.write(erase + "\n".join(rows))
+        self._stream.flush()
+        self._live_rows = len(rows)
+
+    def _rows(self, text: str, columns: int) -> list[tuple[str, int]]:
+        """Rows of ``text`` that are not frozen, each with the position in the printable text where the next one starts.
+
+        At most ``columns - 1`` cells wide: in the last column, terminals differ in when they go to a new line.
+        """
+        limit = max(2, columns - 1)
+        rows = []
+        row, width, position = "", 0, self._frozen
+        for character in printable(text)[self._frozen :]:
+            cells = cell_width(character)
+            if character == "\n":
+                rows.append((row, position + 1))
+                row, width = "", 0
+            elif width + cells > limit:
+                rows.append((row, position))
+                row, width = character, cells
+            else:
+                row += character
+                width += cells
+            position += 1
+        return [*rows, (row, position)]
+
+
+class ProgressLine:
+    """Bytes done and bytes per second of one long read, on ``stream`` (standard error).
+
+    On a terminal one line is rewritten in place, and gone after ``close``. Elsewhere a line is written every ten
+    seconds, so that a log of a long load shows life and a short one stays empty.
+    """
+
+    def __init__(self, stream: TextIO, what: str, clock: Callable[[], float] = time.monotonic):
+        self._stream = stream
+        self._what = what
+        self._clock = clock
+        self._start = self._last = clock()
+        self._in_place = stream.isatty()
+        self._drawn = False
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        now = self._clock()
+        if now - self._last < (0.1 if self._in_place else 10.0):
+            return
+        self._last = now
+        rate = done_bytes / max(now - self._start, 1e-9)
+        line = f"{self._what}: {gigabytes(done_bytes)} of {gigabytes(total_bytes)}, {gigabytes(rate)}/s"
+        self._stream.write(f"\r\x1b[K{line}" if self._in_place else f"{line}\n")
+        self._stream.flush()
+        self._drawn = True
+
+    def close(self) -> None:
+        """Removes the line from a terminal."""
+        if self._in_place and self._drawn:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def summary(metrics: dict[str, Any], *, finished: bool) -> str:
+    """One line about a generation, from ``GenerationMetrics.to_json()``."""
+    parts = [
+        f"{metrics['generated_tokens']} tokens",
+        f"{metrics['num_forwards']} forwards",
+        f"{_figure(metrics['tokens_per_forward'])} tokens/forward",
+        f"{_figure(metrics['ms_per_forward'])} ms/forward",
+        f"{_figure(metrics['tokens_per_second'])} tokens/s",
+    ]
+    if metrics["masks_left"]:
+        parts.append(f"{metrics['masks_left']} masks left undecided")
+    parts.append("finished" if finished else "cut at the length limit")
+    return ", ".join(parts)
+
+
+def printable(text: str) -> str:
+    """``text`` without characters that move a cursor or change a terminal's state; newlines stay, tabs are blanks."""
+    text = text.replace("\t", _TAB)
+    return "".join(c for c in text if c == "\n" or unicodedata.category(c) not in ("Cc", "Cs"))
+
+
+def cell_width(character: str) -> int:
+    """Columns that ``character`` takes on a terminal: 2 for wide ones, 0 for combining marks and joiners."""
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def gigabytes(count: float) -> str:
+    """``count`` bytes as "12.34 GB", decimal, or "12.3 MB" below one gigabyte."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"

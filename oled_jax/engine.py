@@ -1,0 +1,256 @@
+"""The engine: what a script or a notebook imports. Loads a checkpoint, computes logits, generates.
+
+Promises: every argument is checked before anything runs, and a mistake is one ``OledError``; the same prompt, rule and
+seed give the same tokens, alone or in a batch; nothing recompiles once the shapes in use have been seen. An engine is
+used from one thread at a time.
+
+Deliberately not here: text (see ``Engine.tokenizer`` and ``oled_jax.tokenizer``) and files (``oled_jax.checkpoint``).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+
+from oled_jax.checkpoint import open_checkpoint
+from oled_jax.checkpoint.layout import DTYPES
+from oled_jax.config import ModelConfig
+from oled_jax.decoding.chunks import ChunkPlan
+from oled_jax.decoding.loop import BlockEvent, Generation, StepEvent, generate
+from oled_jax.decoding.programs import Programs
+from oled_jax.decoding.rule import Rule, resolved
+from oled_jax.errors import OledError
+from oled_jax.loading import load_weights
+from oled_jax.model.experts import ExpertRunner, ExpertWeights
+from oled_jax.model.kv_cache import KVCache
+from oled_jax.model.transformer import LLaDA2
+from oled_jax.offload.resident import ResidentExperts
+from oled_jax.special_ids import SpecialIds, find_special_ids
+from oled_jax.tokenizer import has_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_CONTEXT = 4096
+
+
+class Engine:
+    """A loaded LLaDA2.x model. ``Engine.load`` makes one from a checkpoint folder.
+
+    ``config``: the model's; ``context_length``: positions that a prompt and its answer may take together; ``path``:
+    the checkpoint folder; ``programs``: the compiled programs, for whoever counts compilations.
+    """
+
+    def __init__(
+        self,
+        model: LLaDA2,
+        experts: dict[int, ExpertWeights],
+        *,
+        path: str | Path,
+        context_length: int | None = None,
+        runner: ExpertRunner | None = None,
+    ):
+        """Takes a model with the experts of its MoE layers; ``path`` is where a tokenizer may lie.
+
+        Raises OledError for a context length below 1 or beyond the model's ``max_position_embeddings``.
+        """
+        self.config: ModelConfig = model.config
+        self.path = Path(path)
+        self.context_length = _checked_context(context_length, self.config)
+        runner = runner or ResidentExperts()
+        store, self._expert_state = runner.init(experts)
+        self.programs = Programs(model, runner, store)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | None = None,
+        context_length: int | None = None,
+        expert_bias_dtype: str = "checkpoint",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Engine":
+        """Loads a published (Hugging Face) or converted (``oled-convert to-orbax``) checkpoint folder.
+
+        ``dtype``: "bfloat16" or "float32" for weights and activations; None keeps the checkpoint's. ``context_length``:
+        positions to make room for, by default the model's limit but at most 4096. ``expert_bias_dtype``: "checkpoint"
+        uses the router's selection bias as stored, "bfloat16" rounds it first, as loading through Hugging Face does
+        (spec/llada2 section 2.3). ``progress(done_bytes, total_bytes)`` is called while reading.
+
+        Host memory peaks at the final arrays (if the device is the host) plus less than 2 GB. Raises OledError for
+        whatever is wrong with the folder or the arguments, all problems of a checkpoint in one message.
+        """
+        if expert_bias_dtype not in ("checkpoint", "bfloat16"):
+            raise OledError(f"expert_bias_dtype is {expert_bias_dtype!r}: give 'checkpoint' or 'bfloat16'")
+        if dtype is not None and dtype not in DTYPES:
+            raise OledError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}, or leave it out")
+        with open_checkpoint(path) as checkpoint:
+            context_length = _checked_context(context_length, checkpoint.config)
+            weight_dtype = DTYPES[dtype] if dtype else checkpoint.weight_dtype
+            model, experts = load_weights(checkpoint, weight_dtype, progress)
+        if expert_bias_dtype == "bfloat16":
+            _round_expert_bias(model)
+        return cls(model, experts, path=path, context_length=context_length)
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The checkpoint's tokenizer (transformers, never with remote code); OledError when the folder has none."""
+        return load_tokenizer(self.path)
+
+    @cached_property
+    def special_ids(self) -> SpecialIds:
+        """Mask, EOS, DELETE and SPLIT ids as the checkpoint tells them; None where it does not."""
+        return find_special_ids(self.path, self.config, self.tokenizer if has_tokenizer(self.path) else None)
+
+    def logits(self, input_ids: np.ndarray | Sequence[Sequence[int]], block_length: int) -> np.ndarray:
+        """Logits ``[B, T, V]`` float32 of ``input_ids [B, T]`` under the strict block-causal mask.
+
+        Computed in chunks against the cache, as prefill is. Raises OledError for ids out of range, T beyond the
+        context, or a block length below 1.
+        """
+        ids = np.asarray(input_ids)
+        if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
+            raise OledError(f"input_ids has shape {ids.shape} and dtype {ids.dtype}: give integers [batch, tokens]")
+        for row in ids:
+            self._check_ids(row.tolist())
+        batch, length = ids.shape
+        if length > self.context_length:
+            raise OledError(f"input_ids holds {length} tokens, more than the context of {self.context_length}")
+        self._check_block(block_length)
+        plan = ChunkPlan.of(self.config, block_length, batch)
+        cache = KVCache.zeros(self.config, batch, plan.cache_length(self.context_length), self.programs.dtype)
+        parts = []
+        for start, tokens in plan.chunks(length):
+            chunk = np.zeros((batch, tokens), np.int32)
+            count = min(tokens, length - start)
+            chunk[:, :count] = ids[:, start : start + count]
+            valid = np.broadcast_to(np.arange(tokens) < count, (batch, tokens))
+            starts = np.full(batch, start, np.int32)
+            run = (cache, self._expert_state, chunk, starts, valid, block_length)
+            logits, cache, self._expert_state = self.programs.logits(*run)
+            parts.append(np.asarray(logits)[:, :count])
+        return np.concatenate(parts, axis=1)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        rule: Rule,
+        *,
+        gen_length: int,
+        seed: int = 0,
+        allow_special_ids: bool = False,
+        on_block: Callable[[BlockEvent], None] | None = None,
+        on_step: Callable[[StepEvent], None] | None = None,
+    ) -> Generation:
+        """Generates up to ``gen_length`` tokens after ``prompt_ids``; see ``generate_batch``."""
+        arguments = {"gen_length": gen_length, "seeds": [seed], "allow_special_ids": allow_special_ids}
+        return self.generate_batch([prompt_ids], rule, **arguments, on_block=on_block, on_step=on_step)[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rule: Rule,
+        *,
+        gen_length: int,
+        seeds: Sequence[int] | None = None,
+        allow_special_ids: bool = False,
+        on_block: Callable[[BlockEvent], None] | None = None,
+        on_step: Callable[[StepEvent], None] | None = None,
+    ) -> list[Generation]:
+        """Decodes prompts of any lengths together, each on its own block grid and with its own seed (default 0).
+
+        ``rule``: ``Threshold``, ``Editing`` or ``Levenshtein``; ids that it leaves out come from the checkpoint.
+        ``on_block`` is called when a block is final, ``on_step`` after every denoising forward. A prompt that holds
+        MASK, DELETE or SPLIT is refused unless ``allow_special_ids``, since decoding would fill or execute them.
+
+        Raises OledError, before anything runs, for an empty prompt, ids or seeds out of range, prompts that do not
+        fit the context together with ``gen_length``, a block length that the model or the context cannot take, and
+        ids that neither the rule nor the checkpoint tells.
+        """
+        rule = resolved(rule, self.special_ids)
+        prompts = [[int(token) for token in prompt] for prompt in prompts]
+        if not prompts:
+            return []
+        seeds = [0] * len(prompts) if seeds is None else [int(seed) for seed in seeds]
+        if len(seeds) != len(prompts):
+            raise OledError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one seed for each prompt")
+        for seed in seeds:
+            if not 0 <= seed < 2**32:
+                raise OledError(f"seed is {seed}: give an integer from 0 to {2**32 - 1}")
+        if not isinstance(gen_length, int | np.integer) or gen_length < 1:
+            raise OledError(f"gen_length is {gen_length!r}: give an integer of at least 1")
+        self._check_block(rule.block_length)
+        if self.config.block_routing and rule.block_length % self.config.block_size:
+            raise OledError(
+                f"block_length is {rule.block_length}: this model routes experts by windows of {self.config.block_size} "
+                f"tokens, give a multiple of {self.config.block_size}"
+            )
+        for prompt in prompts:
+            self._check_prompt(prompt, rule, gen_length, allow_special_ids)
+        generations, self._expert_state = generate(
+            self.programs,
+            self._expert_state,
+            rule,
+            prompts,
+            seeds,
+            int(gen_length),
+            self.context_length,
+            on_block,
+            on_step,
+        )
+        return generations
+
+    def _check_block(self, block_length: int) -> None:
+        if not isinstance(block_length, int | np.integer) or not 1 <= block_length <= self.context_length:
+            raise OledError(
+                f"block_length is {block_length!r}: give an integer from 1 to the context length, {self.context_length}"
+            )
+
+    def _check_ids(self, ids: list[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.config.vocab_size:
+                raise OledError(f"token id {token} is out of range: the vocabulary has {self.config.vocab_size} entries")
+
+    def _check_prompt(self, prompt: list[int], rule: Rule, gen_length: int, allow_special_ids: bool) -> None:
+        if not prompt:
+            raise OledError("the prompt is empty: give at least one token")
+        self._check_ids(prompt)
+        if len(prompt) >= self.context_length:
+            raise OledError(
+                f"the prompt holds {len(prompt)} tokens, and the context {self.context_length}: shorten it or raise "
+                f"context_length (--context-length), up to {self.config.max_position_embeddings} for this model"
+            )
+        if len(prompt) + gen_length > self.context_length:
+            raise OledError(
+                f"prompt ({len(prompt)}) and gen_length ({gen_length}) take {len(prompt) + gen_length} positions, and "
+                f"the context has {self.context_length}: lower gen_length (--gen-length) to at most "
+                f"{self.context_length - len(prompt)} or raise context_length (--context-length)"
+            )
+        for name in ("mask_id", "delete_token_id", "split_token_id"):
+            if not allow_special_ids and getattr(rule, name, None) in prompt:
+                raise OledError(
+                    f"the prompt holds token {getattr(rule, name)}, which decoding takes as {name}: remove it, or pass "
+                    f"allow_special_ids=True"
+                )
+
+
+def _checked_context(context_length: int | None, config: ModelConfig) -> int:
+    limit = config.max_position_embeddings
+    if context_length is None:
+        return min(limit, DEFAULT_CONTEXT)
+    if not isinstance(context_length, int | np.integer) or not 1 <= context_length <= limit:
+        raise OledError(
+            f"context_length is {context_length!r}: give an integer from 1 to the model's "
+            f"max_position_embeddings, {limit}"
+        )
+    return int(context_length)
+
+
+def _round_expert_bias(model: LLaDA2) -> None:
+    for layer in model.config.moe_layers:
+        bias = model.layers[layer].mlp.gate.expert_bias
+        bias[...] = bias[...].astype(jnp.bfloat16).astype(jnp.float32)
