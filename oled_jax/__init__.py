@@ -22,7 +22,7 @@ _EXPORTS = {
     "Threshold": "oled_jax.decoding.threshold",
 }
 
-__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+__all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:

@@ -139,7 +139,8 @@ class ModelConfig:
         model_type = raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ConfigError(
-                f"{where}: model_type is {model_type!r}; this package runs LLaDA2.x checkpoints ({', '.join(MODEL_TYPES)})"
+                f"{where}: model_type is {model_type!r}; this package runs LLaDA2.x checkpoints "
+                f"({', '.join(MODEL_TYPES)})"
             )
         values: dict[str, Any] = {}
         for key in _REQUIRED_INTS:

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 import numpy as np
 
 from oled_jax.checkpoint import open_checkpoint
@@ -49,16 +48,16 @@ class Engine:
         model: LLaDA2,
         experts: dict[int, ExpertWeights],
         *,
-        path: str | Path,
+        path: str | Path | None = None,
         context_length: int | None = None,
         runner: ExpertRunner | None = None,
     ):
-        """Takes a model with the experts of its MoE layers; ``path`` is where a tokenizer may lie.
+        """Takes a model with the experts of its MoE layers; ``path``, if any, is where its tokenizer lies.
 
         Raises OledError for a context length below 1 or beyond the model's ``max_position_embeddings``.
         """
         self.config: ModelConfig = model.config
-        self.path = Path(path)
+        self.path = None if path is None else Path(path)
         self.context_length = _checked_context(context_length, self.config)
         runner = runner or ResidentExperts()
         store, self._expert_state = runner.init(experts)
@@ -91,20 +90,21 @@ class Engine:
         with open_checkpoint(path) as checkpoint:
             context_length = _checked_context(context_length, checkpoint.config)
             weight_dtype = DTYPES[dtype] if dtype else checkpoint.weight_dtype
-            model, experts = load_weights(checkpoint, weight_dtype, progress)
-        if expert_bias_dtype == "bfloat16":
-            _round_expert_bias(model)
+            model, experts = load_weights(checkpoint, weight_dtype, progress, expert_bias_dtype=expert_bias_dtype)
         return cls(model, experts, path=path, context_length=context_length)
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The checkpoint's tokenizer (transformers, never with remote code); OledError when the folder has none."""
+        if self.path is None:
+            raise OledError("this engine was not loaded from a folder, so it has no tokenizer: pass token ids")
         return load_tokenizer(self.path)
 
     @cached_property
     def special_ids(self) -> SpecialIds:
         """Mask, EOS, DELETE and SPLIT ids as the checkpoint tells them; None where it does not."""
-        return find_special_ids(self.path, self.config, self.tokenizer if has_tokenizer(self.path) else None)
+        tokenizer = self.tokenizer if self.path and has_tokenizer(self.path) else None
+        return find_special_ids(self.path, self.config, tokenizer)
 
     def logits(self, input_ids: np.ndarray | Sequence[Sequence[int]], block_length: int) -> np.ndarray:
         """Logits ``[B, T, V]`` float32 of ``input_ids [B, T]`` under the strict block-causal mask.
@@ -131,7 +131,8 @@ class Engine:
             valid = np.broadcast_to(np.arange(tokens) < count, (batch, tokens))
             starts = np.full(batch, start, np.int32)
             run = (cache, self._expert_state, chunk, starts, valid, block_length)
-            logits, cache, self._expert_state = self.programs.logits(*run)
+            logits, staged, self._expert_state = self.programs.logits(*run)
+            cache = self.programs.commit(cache, staged, starts, valid)
             parts.append(np.asarray(logits)[:, :count])
         return np.concatenate(parts, axis=1)
 
@@ -186,8 +187,8 @@ class Engine:
         self._check_block(rule.block_length)
         if self.config.block_routing and rule.block_length % self.config.block_size:
             raise OledError(
-                f"block_length is {rule.block_length}: this model routes experts by windows of {self.config.block_size} "
-                f"tokens, give a multiple of {self.config.block_size}"
+                f"block_length is {rule.block_length}: this model routes experts by windows of "
+                f"{self.config.block_size} tokens, give a multiple of {self.config.block_size}"
             )
         for prompt in prompts:
             self._check_prompt(prompt, rule, gen_length, allow_special_ids)
@@ -213,7 +214,9 @@ class Engine:
     def _check_ids(self, ids: list[int]) -> None:
         for token in ids:
             if not 0 <= token < self.config.vocab_size:
-                raise OledError(f"token id {token} is out of range: the vocabulary has {self.config.vocab_size} entries")
+                raise OledError(
+                    f"token id {token} is out of range: the vocabulary has {self.config.vocab_size} entries"
+                )
 
     def _check_prompt(self, prompt: list[int], rule: Rule, gen_length: int, allow_special_ids: bool) -> None:
         if not prompt:
@@ -248,9 +251,3 @@ def _checked_context(context_length: int | None, config: ModelConfig) -> int:
             f"max_position_embeddings, {limit}"
         )
     return int(context_length)
-
-
-def _round_expert_bias(model: LLaDA2) -> None:
-    for layer in model.config.moe_layers:
-        bias = model.layers[layer].mlp.gate.expert_bias
-        bias[...] = bias[...].astype(jnp.bfloat16).astype(jnp.float32)

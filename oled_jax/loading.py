@@ -21,9 +21,15 @@ from oled_jax.model.transformer import LLaDA2
 
 
 def load_weights(
-    checkpoint: Checkpoint, dtype: np.dtype, progress: Callable[[int, int], None] | None = None
+    checkpoint: Checkpoint,
+    dtype: np.dtype,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    expert_bias_dtype: str = "checkpoint",
 ) -> tuple[LLaDA2, dict[int, ExpertWeights]]:
-    """The model and the experts of each MoE layer, in ``dtype`` (``expert_bias`` in float32).
+    """The model and the experts of each MoE layer, in ``dtype``.
+
+    ``expert_bias`` is held in float32, rounded to bfloat16 first if ``expert_bias_dtype`` says so.
 
     ``progress(done_bytes, total_bytes)`` is called after each unit, in bytes of the checkpoint.
     """
@@ -33,6 +39,8 @@ def load_weights(
     for unit, parts in stream(checkpoint, progress):
         for piece, part in zip(unit.pieces, parts, strict=True):
             target = final[piece.target.key]
+            if target.key.endswith(".expert_bias") and expert_bias_dtype == "bfloat16":
+                part = part.astype(jnp.bfloat16)
             if piece.rows == target.shape[0]:
                 arrays[target.key] = jnp.asarray(part).astype(target.dtype)
                 continue
@@ -47,8 +55,7 @@ def load_weights(
 
 def _assemble(checkpoint: Checkpoint, dtype: np.dtype, arrays: dict[str, jax.Array]) -> LLaDA2:
     """The module with ``arrays`` (by path) in place of its parameters; nothing is initialised."""
-    model = nnx.eval_shape(partial(LLaDA2, checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(LLaDA2.abstract(checkpoint.config, dtype))
     filled = [(path, leaf.replace(arrays.pop(".".join(map(str, path))))) for path, leaf in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 

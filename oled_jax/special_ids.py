@@ -59,15 +59,15 @@ class SpecialIds:
             raise OledError(problem_list("special ids", problems))
 
 
-def find_special_ids(path: str | Path, config: ModelConfig, tokenizer: Any | None) -> SpecialIds:
-    """Special ids of the checkpoint folder ``path``, as the module docstring says.
+def find_special_ids(path: str | Path | None, config: ModelConfig, tokenizer: Any | None) -> SpecialIds:
+    """Special ids of the checkpoint folder ``path`` (None: of a model without one), as the module docstring says.
 
     ``tokenizer`` is what ``oled_jax.tokenizer.load_tokenizer`` returned, or None for a checkpoint without one.
     Raises ConfigError for a ``generation_config.json`` that is no JSON object, OledError for ids that do not fit the
     vocabulary of ``config``.
     """
-    generation_file = Path(path) / "generation_config.json"
-    generation = read_json_object(generation_file) if generation_file.exists() else {}
+    generation_file = None if path is None else Path(path) / "generation_config.json"
+    generation = read_json_object(generation_file) if generation_file and generation_file.exists() else {}
     published = config.vocab_size == PUBLISHED_VOCAB_SIZE
     mask = _first(
         generation.get("mask_token_id"),

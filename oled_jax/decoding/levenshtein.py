@@ -71,9 +71,12 @@ class Levenshtein:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class History:
-    """2.2's own state: ``orig [bl]`` slots that were masked at entry (it travels with the token), ``entry_masks`` their
-    number then, ``post`` forwards since the last of them was filled (the next included), ``seen [max_steps, bl]`` states
-    after filling and before structural edits, -1 where none yet."""
+    """2.2's own state.
+
+    ``orig [bl]``: slots that were masked at entry (it travels with the token); ``entry_masks``: their number then;
+    ``post``: forwards since the last of them was filled, the next included; ``seen [max_steps, bl]``: states after
+    filling and before structural edits, -1 where none yet.
+    """
 
     orig: Array
     entry_masks: Array
@@ -159,7 +162,7 @@ class LevenshteinProgram:
 
 
 def _leave_loop(seen: Array, old: Array, new: Array, p: Array, logits: Array) -> Array:
-    """``new``, or the first state not in ``seen`` that re-picking the least confident changes leads to, in a few tries."""
+    """``new``, or the first state not in ``seen`` to which re-picking the least confident changes leads in a few tries."""
 
     def known(tokens: Array) -> Array:
         return jnp.any(jnp.all(seen == tokens, axis=-1))

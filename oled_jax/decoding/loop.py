@@ -91,10 +91,15 @@ def generate(
         if changed:
             rows = programs.enter(program, params, rows, _entry(sequences, batch))
         furthest = max(sequence.start for sequence in running)
-        report, cache, expert_state, rows = programs.denoise(program, params, cache, expert_state, rows, furthest)
+        starts = np.asarray([sequence.start for sequence in sequences] + [0] * (batch - len(sequences)), np.int32)
+        report, staged, expert_state, rows = programs.denoise(program, params, cache, expert_state, rows, furthest)
         for index, sequence in enumerate(sequences):
             if sequence.phase is not Phase.FINISHED:
                 _take(index, sequence, report, on_block, on_step)
+        moved = np.asarray([s.entering for s in sequences] + [False] * (batch - len(sequences)))
+        if moved.any():
+            valid = np.broadcast_to(moved[:, None], report.tokens.shape)
+            cache = programs.commit(cache, staged, starts, valid)
         still = [sequence for sequence in sequences if sequence.phase is not Phase.FINISHED]
         changed = len(still) < len(running) or any(sequence.entering for sequence in still)
         running = still

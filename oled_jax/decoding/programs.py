@@ -3,7 +3,8 @@
 Promises: each program is compiled once per shape, ahead of its first call, and the number of shapes is bounded (a few
 token counts, and one per bucket of looked-at cache length); ``compiled`` counts them and ``compile_seconds`` says what
 they cost. Weights enter as a flat tuple of leaves (flattening a module costs more than dispatching the step,
-spec/jax_practice 2.2); cache, expert state and block states are donated and updated in place.
+spec/jax_practice 2.2); expert state and block states are donated and updated in place, and so is the cache where it is
+written (prefill and commit; a denoising step only reads it).
 
 A denoising step is ONE program: model, head, decoding rule. What the host needs from it comes back as one small array
 in host memory. The decoding loop (``oled_jax.decoding.loop``) owns every donated array; nothing here keeps one.
@@ -55,6 +56,15 @@ class Entry:
     active: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """Keys and values of a forward's own tokens, per layer ``[B, T, KV, D]``, not committed yet."""
+
+    keys: list[Array]
+    values: list[Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class StepReport:
     """What the host learns from a step: ``tokens [B, bl]`` int32, ``done [B]``, and whether the forward just run had
@@ -84,34 +94,50 @@ class Programs:
         """How many programs have been compiled."""
         return len(self._compiled)
 
+    def memory(self, kind: str) -> Any:
+        """XLA's memory figures, in bytes, of the last compiled program of a kind ("prefill", "logits", "denoise")."""
+        key = [key for key in self._compiled if key[0] == kind][-1]
+        return self._compiled[key].memory_analysis()
 
     def prefill(
         self, cache: KVCache, state: Any, tokens: np.ndarray, start: np.ndarray, valid: np.ndarray, block_length: int
     ) -> tuple[KVCache, Any]:
-        """Writes the KV of ``tokens [B, T]`` int32 at ``start [B]``; cache and expert state are donated."""
+        """Commits ``tokens [B, T]`` int32 at ``start [B]`` where ``valid [B, T]``; cache and state are donated."""
         window = window_for(cache, int(start.max()))
 
         def run(leaves, store, cache, state, tokens, start, valid):
             _, forward, state = self._forward(leaves, store, cache, state, tokens, start, valid, block_length, window)
-            return forward.cache, state
+            return cache.write(forward.keys, forward.values, start, valid), state
 
         key = ("prefill", tokens.shape, block_length, window, cache.keys.shape)
         return self._call(key, run, (2, 3), cache, state, tokens, start, valid)
 
     def logits(
         self, cache: KVCache, state: Any, tokens: np.ndarray, start: np.ndarray, valid: np.ndarray, block_length: int
-    ) -> tuple[Array, KVCache, Any]:
-        """As ``prefill``, with the logits ``[B, T, V]`` float32 of the tokens."""
+    ) -> tuple[Array, Staged, Any]:
+        """Logits ``[B, T, V]`` float32 of the tokens, and their keys and values for ``commit``; state is donated."""
         window = window_for(cache, int(start.max()))
 
         def run(leaves, store, cache, state, tokens, start, valid):
             model, forward, state = self._forward(
                 leaves, store, cache, state, tokens, start, valid, block_length, window
             )
-            return model.head(forward.hidden), forward.cache, state
+            return model.head(forward.hidden), Staged(forward.keys, forward.values), state
 
         key = ("logits", tokens.shape, block_length, window, cache.keys.shape)
-        return self._call(key, run, (2, 3), cache, state, tokens, start, valid)
+        return self._call(key, run, (3,), cache, state, tokens, start, valid)
+
+    def commit(self, cache: KVCache, staged: Staged, start: np.ndarray, valid: np.ndarray) -> KVCache:
+        """Writes staged keys and values at ``start [B]`` where ``valid [B, T]``; the cache is donated.
+
+        A program of its own: in the program that read the cache, nothing would order the last layer's reads before
+        the write, and XLA would copy the whole cache at every step.
+        """
+
+        def run(leaves, store, cache, staged, start, valid):
+            return cache.write(staged.keys, staged.values, start, valid)
+
+        return self._call(("commit", valid.shape, cache.keys.shape), run, (2,), cache, staged, start, valid)
 
     def new_rows(self, program: Program, params: dict, seeds: np.ndarray) -> Rows:
         """Rows of a batch, all inactive until ``enter``; ``seeds [B]`` uint32."""
@@ -138,10 +164,11 @@ class Programs:
 
     def denoise(
         self, program: Program, params: dict, cache: KVCache, state: Any, rows: Rows, furthest: int
-    ) -> tuple[StepReport, KVCache, Any, Rows]:
-        """One forward of every active row's block, then its rule; rows whose block is done only rewrite their KV.
+    ) -> tuple[StepReport, Staged, Any, Rows]:
+        """One forward of every active row's block, then its rule; a row whose block is done only gets new keys.
 
-        ``furthest`` is the largest ``start`` among the rows. Cache, expert state and rows are donated.
+        ``furthest`` is the largest ``start`` among the rows. Expert state and rows are donated; the cache is only read,
+        and what the blocks would put there comes back as ``Staged``.
         """
         window = window_for(cache, furthest)
 
@@ -159,12 +186,12 @@ class Programs:
             settled = jnp.all(block.tokens == old.tokens, axis=-1)
             report = jnp.concatenate([block.tokens, block.done[:, None], settled[:, None]], axis=-1, dtype=jnp.int32)
             report = jax.device_put(report, jax.memory.Space.Host)
-            return report, forward.cache, state, dataclasses.replace(rows, block=block)
+            return report, Staged(forward.keys, forward.values), state, dataclasses.replace(rows, block=block)
 
         key = ("denoise", program, window, cache.keys.shape, _signature(params))
-        report, cache, state, rows = self._call(key, run, (2, 3, 4), cache, state, rows, params)
+        report, staged, state, rows = self._call(key, run, (3, 4), cache, state, rows, params)
         report = np.asarray(report)
-        return StepReport(report[:, :-2], report[:, -2] != 0, report[:, -1] != 0), cache, state, rows
+        return StepReport(report[:, :-2], report[:, -2] != 0, report[:, -1] != 0), staged, state, rows
 
     def _forward(
         self, leaves, store, cache, state, tokens, start, valid, block_length: int, window: int

@@ -69,7 +69,7 @@ class Rule(Protocol):
 
 
 def resolved(rule: Rule, ids: SpecialIds) -> Rule:
-    """``rule`` with ids that are None taken from ``ids``; OledError for one that is unknown or not in the vocabulary."""
+    """``rule`` with ids left None taken from ``ids``; OledError for one that is unknown or out of the vocabulary."""
     fields = {field.name for field in dataclasses.fields(rule)}
     names = [field.name for field in dataclasses.fields(SpecialIds) if field.name in fields]
     given = {name: getattr(rule, name) for name in names if getattr(rule, name) is not None}

@@ -13,7 +13,7 @@ from oled_jax.model.numerics import Array
 
 
 class Sampler(NamedTuple):
-    """Traced sampling parameters: ``temperature`` > 0, ``top_k`` >= 1 (the vocabulary for off), ``top_p`` (1 for off)."""
+    """Traced sampling parameters: ``temperature`` > 0, ``top_k`` >= 1 (off: the vocabulary), ``top_p`` (off: 1)."""
 
     temperature: Array
     top_k: Array

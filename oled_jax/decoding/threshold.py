@@ -54,7 +54,9 @@ class Threshold:
         """The traced half; ``gen_length`` shortens the schedule as in the reference."""
         steps = min(self.steps, gen_length // self.minimal_topk)
         if steps < 1:
-            raise OledError(f"minimal_topk is {self.minimal_topk}: it must not exceed gen_length, which is {gen_length}")
+            raise OledError(
+                f"minimal_topk is {self.minimal_topk}: it must not exceed gen_length, which is {gen_length}"
+            )
         early = np.bool_(self.eos_early_stop)
         return {**common_params(self, vocab_size), "steps": np.int32(steps), "eos_early_stop": early}
 

@@ -1,8 +1,8 @@
 """Attention of a run of tokens over the committed cache and over itself, block-causal.
 
-The keys are two parts kept apart until the softmax: the cache's first ``window`` rows (those before ``start`` count) and
-the tokens' own. Scores and probabilities round where the reference's eager kernel rounds; with float32 weights nothing
-rounds.
+The keys are two parts kept apart until the softmax: the cache's first ``window`` rows (those before ``start`` count)
+and the tokens' own. Scores and probabilities round where the reference's eager kernel rounds; with float32 weights
+nothing rounds.
 """
 
 import jax
@@ -23,14 +23,10 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         heads = c.num_attention_heads + 2 * c.num_key_value_heads
-        self.query_key_value = Linear(
-            c.hidden_size, heads * c.head_dim, bias=c.use_qkv_bias, dtype=dtype, rngs=rngs
-        )
+        self.query_key_value = Linear(c.hidden_size, heads * c.head_dim, bias=c.use_qkv_bias, dtype=dtype, rngs=rngs)
         self.query_layernorm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
         self.key_layernorm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
-        self.dense = Linear(
-            c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.use_bias, dtype=dtype, rngs=rngs
-        )
+        self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.use_bias, dtype=dtype, rngs=rngs)
         self.config = c
 
     def __call__(

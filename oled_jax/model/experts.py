@@ -34,9 +34,7 @@ class ExpertRunner(Protocol):
         """Takes the experts of each MoE layer, by layer index, over into ``(store, state)``."""
         ...
 
-    def run(
-        self, store: Any, state: Any, layer: int, x: Array, ids: Array, weights: Array
-    ) -> tuple[Array, Any, Any]:
+    def run(self, store: Any, state: Any, layer: int, x: Array, ids: Array, weights: Array) -> tuple[Array, Any, Any]:
         """Computes the routed part of one MoE layer: ``(y [T, H], state, telemetry)``.
 
         ``x [T, H]``, ``ids [T, K]`` int32 with -1 in rows that do not count (zero output, no demand), ``weights

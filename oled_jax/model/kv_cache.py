@@ -1,9 +1,8 @@
-"""Keys and values of committed blocks: one pair of arrays for all layers, donated from step to step.
+"""Keys and values of committed blocks: one pair of arrays for all layers.
 
-A forward reads the rows before ``start`` (committed) and writes the rows of its own tokens; a block is committed simply
-by moving ``start`` past it. The rows of an active block are overwritten by each of its forwards, so committing is
-right exactly when the last forward's input was the block's final tokens (spec/llada2 section 4.4); the decoding loop
-sees to that.
+A forward reads the rows before ``start``, which are committed, and returns the keys and values of its own tokens beside
+them. Those are written when the block is committed, which is right exactly when the forward's input was the block's
+final tokens (spec/llada2 section 4.4); the decoding loop sees to that.
 """
 
 import dataclasses

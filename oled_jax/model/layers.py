@@ -55,7 +55,7 @@ class GatedMLP(nnx.Module):
 def rotary_table(positions: Array, rotary_dim: int, theta: float, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Cosines and sines ``[..., rotary_dim]`` for integer ``positions [...]``, rounded to ``dtype``.
 
-    Angles are float32 products of position and inverse frequency (an outer product, not a dot, which might run in TF32).
+    Angles are float32 products of position and inverse frequency (an outer product: a dot might run in TF32).
     """
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     inverse = (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)

@@ -48,7 +48,7 @@ class Router(nnx.Module):
 
 
 def limit_to_groups(biased: Array, groups: int, kept: int) -> Array:
-    """-inf outside the ``kept`` best of ``groups`` runs of consecutive experts; a group's score is its top two's sum."""
+    """-inf outside the ``kept`` best of ``groups`` runs of consecutive experts; a group scores its top two's sum."""
     grouped = biased.reshape(*biased.shape[:-1], groups, -1)
     group_score = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
     _, best = lax.top_k(group_score, kept)

@@ -49,12 +49,13 @@ class LayerRecord:
 class Forward:
     """Result of one forward. Whatever a caller leaves unused, the compiler removes.
 
-    ``hidden [B, T, H]`` after the final norm; ``cache`` with the tokens' own rows written; ``states`` the residual
-    stream before each layer (L arrays); ``records`` one per MoE layer, in order.
+    ``hidden [B, T, H]`` after the final norm; ``keys`` and ``values`` of the tokens, per layer ``[B, T, KV, D]``;
+    ``states`` the residual stream before each layer (L arrays); ``records`` one per MoE layer, in order.
     """
 
     hidden: Array
-    cache: KVCache
+    keys: list[Array]
+    values: list[Array]
     states: list[Array]
     records: list[LayerRecord]
 
@@ -125,13 +126,16 @@ class LLaDA2(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype = jnp.bfloat16, rngs: nnx.Rngs):
         self.word_embeddings = Embedding(config, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            [Layer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
-        )
+        self.layers = nnx.List([Layer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
         self.config = config
         self.dtype = dtype
+
+    @classmethod
+    def abstract(cls, config: ModelConfig, dtype: jnp.dtype) -> "LLaDA2":
+        """The model with shapes in place of arrays: no memory, no initialisation."""
+        return nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
     def __call__(
         self,
@@ -146,8 +150,8 @@ class LLaDA2(nnx.Module):
     ) -> Forward:
         """Runs ``tokens [B, T]`` int32 at positions ``start[b] ..`` against the committed rows before ``start``.
 
-        ``valid [B, T]`` marks the tokens that count: others are seen by no query, route nowhere and leave the cache
-        alone. ``window`` (static) is how many cache rows are looked at; it must reach ``max(start)``. ``start`` must
+        ``valid [B, T]`` marks the tokens that count: others are seen by no query and route nowhere. ``window``
+        (static) is how many cache rows are looked at; it must reach ``max(start)``. ``start`` must
         lie on the block grid (and, with block routing, on the window grid).
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])
@@ -165,7 +169,7 @@ class LLaDA2(nnx.Module):
             values.append(v)
             if record is not None:
                 records.append(record)
-        return Forward(self.norm(h), cache.write(keys, values, start, valid), states, records)
+        return Forward(self.norm(h), keys, values, states, records)
 
     def head(self, hidden: Array) -> Array:
         """Logits ``[..., V]`` float32 of ``hidden [..., H]``, each a value of the model's dtype (ties are common)."""

@@ -1,0 +1,60 @@
+# Each target sets up what it needs: a virtual environment in .venv, from nothing but a Python of version 3.11 or newer.
+# A second call installs nothing again until pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed-dev
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: help install demo test smoke test-py312 wheel-test lint format clean
+
+help:
+	@echo "make demo        write a small random checkpoint, convert it, generate from both (in ./demo)"
+	@echo "make test        all tests, in WORKERS=2 processes; PYTEST_ARGS=... is passed on"
+	@echo "make test-py312  the smoke set under Python 3.12, where there is one"
+	@echo "make wheel-test  build sdist and wheel, use the wheel outside the checkout"
+	@echo "make lint        ruff check and ruff format --check; 'make format' repairs"
+	@echo "PYTHON=python3.x chooses the Python that .venv is made from"
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else \
+	  f"oled-jax needs Python 3.11 or newer, and $(PYTHON) is {v}: name another one, as in make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $@
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/python experiments/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+smoke: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+
+# A pyenv shim named python3.12 can exist and fail, so a candidate counts when it runs and says that it is 3.12.
+test-py312:
+	@for python in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then \
+	    exec $(MAKE) --no-print-directory PYTHON="$$python" VENV=.venv312 smoke; \
+	  fi; \
+	done; \
+	echo "test-py312: no Python 3.12 on this machine, smoke set skipped"
+
+wheel-test: $(INSTALLED)
+	.ci/wheel-test $(BIN)/python
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv312 build dist demo *.egg-info .pytest_cache .ruff_cache .hypothesis

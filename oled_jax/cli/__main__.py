@@ -1,0 +1,7 @@
+"""``python -m oled_jax.cli`` is ``oled-jax``."""
+
+import sys
+
+from oled_jax.cli import main
+
+sys.exit(main())

@@ -1,0 +1,158 @@
+"""What the user asks for, as token ids: from ``--prompt``, ``--prompt-ids`` or the lines of ``--prompts-file``.
+
+Promises: everything that is wrong with a file of prompts is found before a model is loaded, and told in one message
+with line numbers. Reads text files only; knows nothing of models beyond the size of the vocabulary.
+
+A line of a prompts file is a JSON object with ``prompt`` (text) or ``prompt_ids`` (list of token ids), and optionally
+``id`` (a string or integer, handed through to the result) and ``seed`` (default: that of the command line). Blank lines
+do not count.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oled_jax.errors import OledError, problem_list
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEED_LIMIT = 2**32
+_KEYS = ("prompt", "prompt_ids", "id", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt: ``text`` or ``ids``, never both. ``where`` says in messages which one it is."""
+
+    where: str
+    text: str | None
+    ids: tuple[int, ...] | None
+    seed: int
+    id: str | int | None = None
+
+
+def read_requests(args: argparse.Namespace) -> list[Request]:
+    """The prompts that the command line names, in order; OledError for what cannot be one."""
+    seed = _seed(args.seed, "--seed")
+    if args.prompts_file is not None:
+        return _read_file(Path(args.prompts_file), seed)
+    if args.prompt is not None:
+        if not args.prompt:
+            raise OledError("--prompt is empty: give it some text")
+        return [Request("the prompt", args.prompt, None, seed)]
+    return [Request("the prompt", None, _parse_ids(args.prompt_ids), seed)]
+
+
+def encode_requests(
+    requests: list[Request],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    *,
+    vocab_size: int,
+    forbidden: Collection[int],
+    raw: bool,
+    system: str | None,
+) -> list[list[int]]:
+    """Token ids of every prompt. ``tokenizer`` may be None when all of them are ids already.
+
+    ``forbidden``: ids that decoding would fill in or execute. Raises OledError for prompts without a token, with one of
+    these, or with ids outside the vocabulary, all of them together.
+    """
+    from oled_jax.tokenizer import encode_chat, encode_raw
+
+    encoded, problems = [], []
+    for request in requests:
+        if request.ids is not None:
+            ids = list(request.ids)
+        elif raw:
+            ids = encode_raw(tokenizer, request.text)
+        else:
+            ids = encode_chat(tokenizer, request.text, system=system)
+        if not ids:
+            problems.append(f"{request.where} has no tokens")
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            problems.append(
+                f"{request.where} holds {_some(outside)}, outside the vocabulary of {vocab_size} tokens "
+                f"(0 to {vocab_size - 1})"
+            )
+        meant = [token for token in ids if token in forbidden]
+        if meant:
+            problems.append(
+                f"{request.where} holds {_some(meant)}, which decoding takes as a mask or an edit "
+                f"(--allow-special-ids lets it pass)"
+            )
+        encoded.append(ids)
+    if problems:
+        raise OledError(problem_list("prompts", problems))
+    return encoded
+
+
+def _some(ids: list[int]) -> str:
+    return ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    if not text.strip():
+        raise OledError("--prompt-ids is empty: give token ids separated by commas, such as 1,2,3")
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OledError(f"--prompt-ids {text!r}: give token ids separated by commas, such as 1,2,3") from None
+
+
+def _read_file(path: Path, seed: int) -> list[Request]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise OledError(f"--prompts-file {path} cannot be read: {error.strerror}") from None
+    requests, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(_parse_line(line, f"{path} line {number}", seed))
+        except OledError as error:
+            problems.append(f"line {number}: {error}")
+    if problems:
+        raise OledError(problem_list(str(path), problems))
+    if not requests:
+        raise OledError(f"{path} holds no prompts: each line is a JSON object with prompt or prompt_ids")
+    return requests
+
+
+def _parse_line(line: bytes, where: str, seed: int) -> Request:
+    try:
+        raw: Any = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise OledError(f"is not UTF-8 text (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise OledError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(raw, dict):
+        raise OledError("is not a JSON object")
+    unknown = [key for key in raw if key not in _KEYS]
+    if unknown:
+        raise OledError(f"has unknown keys {', '.join(unknown)} (known: {', '.join(_KEYS)})")
+    if ("prompt" in raw) == ("prompt_ids" in raw):
+        raise OledError("needs exactly one of prompt and prompt_ids")
+    text, ids, name = raw.get("prompt"), raw.get("prompt_ids"), raw.get("id")
+    if "prompt" in raw and (not isinstance(text, str) or not text):
+        raise OledError(f"prompt is {text!r}, expected text that is not empty")
+    if "prompt_ids" in raw and (not isinstance(ids, list) or not ids or not all(map(_is_int, ids))):
+        raise OledError("prompt_ids is no list of integers with at least one of them")
+    if name is not None and not isinstance(name, str) and not _is_int(name):
+        raise OledError(f"id is {name!r}, expected a string or an integer")
+    return Request(where, text, None if ids is None else tuple(ids), _seed(raw.get("seed", seed), "seed"), name)
+
+
+def _seed(value: Any, name: str) -> int:
+    if not _is_int(value) or not 0 <= value < SEED_LIMIT:
+        raise OledError(f"{name} is {value!r}: give an integer of 0 to {SEED_LIMIT - 1}")
+    return value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
