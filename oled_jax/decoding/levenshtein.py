@@ -162,7 +162,7 @@ class LevenshteinProgram:
 
 
 def _leave_loop(seen: Array, old: Array, new: Array, p: Array, logits: Array) -> Array:
-    """``new``, or the first state not in ``seen`` to which re-picking the least confident changes leads in a few tries."""
+    """``new``, or the first state not in ``seen`` that re-picking the least confident changes leads to."""
 
     def known(tokens: Array) -> Array:
         return jnp.any(jnp.all(seen == tokens, axis=-1))

@@ -94,6 +94,10 @@ class Programs:
         """How many programs have been compiled."""
         return len(self._compiled)
 
+    def weights(self) -> list[Array]:
+        """All weight arrays, the experts' included."""
+        return jax.tree.leaves((self._leaves, self._store))
+
     def memory(self, kind: str) -> Any:
         """XLA's memory figures, in bytes, of the last compiled program of a kind ("prefill", "logits", "denoise")."""
         key = [key for key in self._compiled if key[0] == kind][-1]
