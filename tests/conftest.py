@@ -1,6 +1,7 @@
-"""What all tests share: the platform, the order, and hypothesis without deadlines."""
+"""What all tests share: the platform, the order, interrupts, and hypothesis without deadlines."""
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -22,6 +23,9 @@ def pytest_configure(config):
     # By environment and before jax is imported, so that subprocesses started by tests run on the same platform.
     if not config.getoption("--accelerator"):
         os.environ["JAX_PLATFORMS"] = "cpu"
+    # A run started in the background ignores SIGINT, and every command that a test interrupts would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):

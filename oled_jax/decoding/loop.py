@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from oled_jax.decoding.chunks import ChunkPlan
-from oled_jax.decoding.programs import Entry, Programs, StepReport
+from oled_jax.decoding.programs import Entry, Programs, Staged, StepReport
 from oled_jax.decoding.rule import Rule, eos_ids
 from oled_jax.decoding.sequence import ActiveSequence, Phase
 from oled_jax.metrics import GenerationMetrics
@@ -86,13 +86,15 @@ def generate(
 
     padded_seeds = np.asarray(seeds + [0] * (batch - len(seeds)), np.uint32)
     rows = programs.new_rows(program, params, padded_seeds)
+    staged = Staged.zeros(cache, program.block_length)
     running, changed = sequences, True
     while running:
         if changed:
             rows = programs.enter(program, params, rows, _entry(sequences, batch))
         furthest = max(sequence.start for sequence in running)
         starts = np.asarray([sequence.start for sequence in sequences] + [0] * (batch - len(sequences)), np.int32)
-        report, staged, expert_state, rows = programs.denoise(program, params, cache, expert_state, rows, furthest)
+        step = programs.denoise(program, params, cache, staged, expert_state, rows, furthest)
+        report, staged, expert_state, rows = step
         for index, sequence in enumerate(sequences):
             if sequence.phase is not Phase.FINISHED:
                 _take(index, sequence, report, on_block, on_step)

@@ -59,10 +59,17 @@ class Entry:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """Keys and values of a forward's own tokens, per layer ``[B, T, KV, D]``, not committed yet."""
+    """Keys and values of a forward's own tokens, ``[L, B, T, KV, D]``, not committed yet."""
 
-    keys: list[Array]
-    values: list[Array]
+    keys: Array
+    values: Array
+
+    @classmethod
+    def zeros(cls, cache: KVCache, block_length: int) -> "Staged":
+        """Room for one block of every sequence of ``cache``."""
+        layers, batch, _, *rest = cache.keys.shape
+        shape = (layers, batch, block_length, *rest)
+        return cls(jnp.zeros(shape, cache.keys.dtype), jnp.zeros(shape, cache.keys.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,16 +174,17 @@ class Programs:
         return self._call(key, run, (2,), rows, params, entry)
 
     def denoise(
-        self, program: Program, params: dict, cache: KVCache, state: Any, rows: Rows, furthest: int
+        self, program: Program, params: dict, cache: KVCache, staged: Staged, state: Any, rows: Rows, furthest: int
     ) -> tuple[StepReport, Staged, Any, Rows]:
         """One forward of every active row's block, then its rule; a row whose block is done only gets new keys.
 
-        ``furthest`` is the largest ``start`` among the rows. Expert state and rows are donated; the cache is only read,
-        and what the blocks would put there comes back as ``Staged``.
+        ``furthest`` is the largest ``start`` among the rows. Staged keys, expert state and rows are donated; the cache
+        is only read. Everything large that comes back lies where it lay before: on a GPU, results at changing addresses
+        make XLA record its command buffers anew at every step (measured: 2.5 ms of a 13.6 ms step).
         """
         window = window_for(cache, furthest)
 
-        def run(leaves, store, cache, state, rows, params):
+        def run(leaves, store, cache, staged, state, rows, params):
             old = rows.block
             valid = jnp.broadcast_to(rows.active[:, None], old.tokens.shape)
             model, forward, state = self._forward(
@@ -190,10 +198,13 @@ class Programs:
             settled = jnp.all(block.tokens == old.tokens, axis=-1)
             report = jnp.concatenate([block.tokens, block.done[:, None], settled[:, None]], axis=-1, dtype=jnp.int32)
             report = jax.device_put(report, jax.memory.Space.Host)
-            return report, Staged(forward.keys, forward.values), state, dataclasses.replace(rows, block=block)
+            # Rows that do not count keep what they had; so every donated buffer is used, and used in place.
+            keep = rows.active[None, :, None, None, None]
+            staged = Staged(jnp.where(keep, forward.keys, staged.keys), jnp.where(keep, forward.values, staged.values))
+            return report, staged, state, dataclasses.replace(rows, block=block)
 
         key = ("denoise", program, window, cache.keys.shape, _signature(params))
-        report, staged, state, rows = self._call(key, run, (3, 4), cache, state, rows, params)
+        report, staged, state, rows = self._call(key, run, (3, 4, 5), cache, staged, state, rows, params)
         report = np.asarray(report)
         return StepReport(report[:, :-2], report[:, -2] != 0, report[:, -1] != 0), staged, state, rows
 

@@ -29,15 +29,15 @@ class KVCache:
         shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def write(self, keys: list[Array], values: list[Array], start: Array, valid: Array) -> "KVCache":
-        """Writes each layer's ``[B, T, KV, D]`` at rows ``start[b]``, only where ``valid [B, T]``.
+    def write(self, keys: Array, values: Array, start: Array, valid: Array) -> "KVCache":
+        """Writes ``keys``, ``values`` ``[L, B, T, KV, D]`` at rows ``start[b]``, only where ``valid [B, T]``.
 
         One in-place update per sequence; the caller guarantees ``start + T <= N`` (an update past the end would be
         shifted back silently by XLA).
         """
         return KVCache(
-            _write_rows(self.keys, jnp.stack(keys), start, valid),
-            _write_rows(self.values, jnp.stack(values), start, valid),
+            _write_rows(self.keys, keys, start, valid),
+            _write_rows(self.values, values, start, valid),
         )
 
 

@@ -49,13 +49,13 @@ class LayerRecord:
 class Forward:
     """Result of one forward. Whatever a caller leaves unused, the compiler removes.
 
-    ``hidden [B, T, H]`` after the final norm; ``keys`` and ``values`` of the tokens, per layer ``[B, T, KV, D]``;
+    ``hidden [B, T, H]`` after the final norm; ``keys`` and ``values`` of the tokens, ``[L, B, T, KV, D]``;
     ``states`` the residual stream before each layer (L arrays); ``records`` one per MoE layer, in order.
     """
 
     hidden: Array
-    keys: list[Array]
-    values: list[Array]
+    keys: Array
+    values: Array
     states: list[Array]
     records: list[LayerRecord]
 
@@ -169,7 +169,7 @@ class LLaDA2(nnx.Module):
             values.append(v)
             if record is not None:
                 records.append(record)
-        return Forward(self.norm(h), keys, values, states, records)
+        return Forward(self.norm(h), jnp.stack(keys), jnp.stack(values), states, records)
 
     def head(self, hidden: Array) -> Array:
         """Logits ``[..., V]`` float32 of ``hidden [..., H]``, each a value of the model's dtype (ties are common)."""

@@ -161,7 +161,7 @@ def test_expert_rounding_points_in_bfloat16():
 def test_cache_writes_only_valid_rows_at_each_start():
     config = dataclasses.replace(ModelConfig.from_hf(GOLDEN / "llada2-tiny-f32"), num_hidden_layers=2)
     cache = KVCache.zeros(config, 2, 16, jnp.float32)
-    new = [jnp.full((2, 4, 2, 16), layer + 1.0) for layer in range(2)]
+    new = jnp.stack([jnp.full((2, 4, 2, 16), layer + 1.0) for layer in range(2)])
     valid = jnp.asarray([[True, True, False, True], [False] * 4])
     out = cache.write(new, new, jnp.asarray([8, 3]), valid)
     rows = np.asarray(out.keys)[:, :, :, 0, 0]
