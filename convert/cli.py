@@ -17,11 +17,11 @@ from typing import NoReturn
 from oled_jax.checkpoint import PARTIAL_SUFFIX, open_checkpoint
 from oled_jax.convert.comparison import compare
 from oled_jax.convert.inspection import as_text, inspect
-from oled_jax.convert.progress import ProgressLine, format_bytes
 from oled_jax.convert.staging import check_destination
 from oled_jax.convert.to_hf import to_hf
 from oled_jax.convert.to_orbax import to_orbax
 from oled_jax.errors import OledError
+from oled_jax.progress import ProgressLine, format_bytes
 from oled_jax.version import __version__
 
 EXIT_DIFFERENT = 1

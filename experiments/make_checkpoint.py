@@ -30,8 +30,8 @@ from byte_tokenizer import ENDOFTEXT, MASK, ROLE_END, special_tokens, tokenizer_
 from oled_jax.checkpoint import layout
 from oled_jax.checkpoint.safetensors_file import SafetensorsWriter
 from oled_jax.config import ModelConfig, preset_names
-from oled_jax.display import ProgressLine
 from oled_jax.errors import OledError
+from oled_jax.progress import ProgressLine
 from oled_jax.special_ids import PUBLISHED_VOCAB_SIZE
 
 # Without these three a random model gives every masked position the same token and the same experts: all of them embed
@@ -213,7 +213,7 @@ def _text_files(config: ModelConfig) -> dict[str, str]:
 
 
 def _write_shards(folder: Path, shards: dict[str, list[Entry]], weights: RandomWeights, total: int) -> None:
-    progress = ProgressLine(sys.stderr, "writing")
+    progress = ProgressLine("writing")
     done = 0
     try:
         for file_name, entries in shards.items():

@@ -255,6 +255,8 @@ def _inconsistencies(config: ModelConfig) -> list[str]:
         problems.append(f"partial_rotary_factor {c.partial_rotary_factor} gives {c.rotary_dim} rotating dimensions")
     if c.dtype not in ("bfloat16", "float32"):
         problems.append(f"dtype is {c.dtype!r}, and only bfloat16 and float32 are implemented")
+    if c.expert_capacity < 0:
+        problems.append(f"expert_capacity is {c.expert_capacity}, must not be negative")
     if c.block_routing:
         if c.block_size <= 0:
             problems.append(f"expert_capacity is {c.expert_capacity}, which needs a positive block_size")

@@ -1,4 +1,4 @@
-"""What a person sees on a terminal: a block of masks turning into text, a progress line, a summary.
+"""What a person sees on a terminal: a block of masks turning into text, and a summary line.
 
 ``LiveText`` redraws the end of an answer in place with three ANSI sequences (cursor up, carriage return, erase below).
 Its promises: rows that are final are written once and never touched again, so that the scrollback holds the answer;
@@ -10,7 +10,6 @@ A stream that is no terminal gets no ``LiveText``.
 """
 
 import shutil
-import time
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -110,39 +109,6 @@ class LiveText:
         return [*rows, (row, position)]
 
 
-class ProgressLine:
-    """Bytes done and bytes per second of one long read, on ``stream`` (standard error).
-
-    On a terminal one line is rewritten in place, and gone after ``close``. Elsewhere a line is written every ten
-    seconds, so that a log of a long load shows life and a short one stays empty.
-    """
-
-    def __init__(self, stream: TextIO, what: str, clock: Callable[[], float] = time.monotonic):
-        self._stream = stream
-        self._what = what
-        self._clock = clock
-        self._start = self._last = clock()
-        self._in_place = stream.isatty()
-        self._drawn = False
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        now = self._clock()
-        if now - self._last < (0.1 if self._in_place else 10.0):
-            return
-        self._last = now
-        rate = done_bytes / max(now - self._start, 1e-9)
-        line = f"{self._what}: {gigabytes(done_bytes)} of {gigabytes(total_bytes)}, {gigabytes(rate)}/s"
-        self._stream.write(f"\r\x1b[K{line}" if self._in_place else f"{line}\n")
-        self._stream.flush()
-        self._drawn = True
-
-    def close(self) -> None:
-        """Removes the line from a terminal."""
-        if self._in_place and self._drawn:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
 def summary(metrics: dict[str, Any], *, finished: bool) -> str:
     """One line about a generation, from ``GenerationMetrics.to_json()``."""
     parts = [
@@ -169,11 +135,6 @@ def cell_width(character: str) -> int:
     if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def gigabytes(count: float) -> str:
-    """``count`` bytes as "12.34 GB", decimal, or "12.3 MB" below one gigabyte."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _figure(value: float) -> str:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from oled_jax import display
-from oled_jax.display import LiveText, ProgressLine, summary
+from oled_jax.display import LiveText, summary
 
 MASK = 0
 M = "░"
@@ -148,34 +148,6 @@ def test_control_characters_do_not_reach_the_terminal(screen):
     text.step(0, list(b"a\x1b[2J\x07\rb\tc"))
     text.finish("a\x1b[2J\x07\rb\tc\x9b")
     assert screen.rows == ["a[2Jb    c", ""]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress(terminal):
-    stream = Screen(columns=200) if terminal else io.StringIO()
-    now = [0.0]
-    progress = ProgressLine(stream, "loading", clock=lambda: now[0])
-    for done in range(6):
-        now[0] = 5.0 * done
-        progress(done * 10**9, 5 * 10**9)
-    if terminal:
-        assert stream.rows == ["loading: 5.00 GB of 5.00 GB, 200.0 MB/s"]
-        progress.close()
-        assert stream.rows == [""]
-        return
-    progress.close()
-    assert stream.getvalue().splitlines() == [
-        "loading: 2.00 GB of 5.00 GB, 200.0 MB/s",
-        "loading: 4.00 GB of 5.00 GB, 200.0 MB/s",
-    ]
-
-
-def test_short_load_leaves_a_log_empty():
-    stream = io.StringIO()
-    progress = ProgressLine(stream, "loading", clock=lambda: 0.0)
-    progress(1, 1)
-    progress.close()
-    assert stream.getvalue() == ""
 
 
 def test_summary():

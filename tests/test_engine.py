@@ -6,15 +6,17 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from oled_jax import Editing, Engine, Levenshtein, OledError, Threshold
 from oled_jax.checkpoint import open_checkpoint
+from oled_jax.convert.to_orbax import to_orbax
 from oled_jax.decoding.programs import window_for
 from oled_jax.loading import load_weights
 from oled_jax.model.kv_cache import KVCache
 from tests.decoding import reference
-from tests.golden_fixtures import BFLOAT16, FLOAT32, GOLDEN, cases, engine, forward, rule_of
+from tests.golden_fixtures import BFLOAT16, CONTEXT, FLOAT32, GOLDEN, cases, engine, forward, rule_of
 
 TINY, BLOCKWISE = "llada2-tiny-f32", "llada22-tiny-f32"
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -25,7 +27,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(0, 300, length).tolist()
 
 
-@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "22" not in name else name for name in FLOAT32]
+)
 def test_every_recorded_generation_comes_out(name):
     for kind, index, case in cases(name):
         out = engine(name).generate(case["prompt_ids"], rule_of(kind, case), gen_length=case["gen_length"])
@@ -47,6 +51,29 @@ def test_logits_in_chunks(name):
         assert difference.max() <= 5e-4
 
 
+@pytest.mark.parametrize("name", [*FLOAT32, BFLOAT16])
+def test_converted_fixtures_load_to_the_same_arrays(name, tmp_path):
+    """What holds for the published folder then holds for the converted one: the programs are the same."""
+    with open_checkpoint(GOLDEN / name) as source:
+        to_orbax(source, tmp_path / "converted")
+        published = load_weights(source, source.weight_dtype)
+    with open_checkpoint(tmp_path / "converted") as converted:
+        assert converted.format == "orbax"
+        loaded = load_weights(converted, converted.weight_dtype)
+    for ours, theirs in zip(*(jax.tree.leaves((nnx.state(m), e)) for m, e in (published, loaded)), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_converted_folder_generates_the_recorded_tokens(tmp_path):
+    with open_checkpoint(GOLDEN / BLOCKWISE) as source:
+        to_orbax(source, tmp_path / "converted")
+    eng = Engine.load(tmp_path / "converted", context_length=CONTEXT)
+    kind, _, case = cases(BLOCKWISE)[0]
+    out = eng.generate(case["prompt_ids"], rule_of(kind, case), gen_length=case["gen_length"])
+    assert (out.tokens, out.num_forwards) == (case["output_ids"], case["num_forwards"])
+
+
 def test_logits_of_a_partial_block_do_not_see_the_padding():
     ids = forward(TINY)["input_ids"]
     whole = engine(TINY).logits(ids[:, :13], 8)
@@ -55,6 +82,7 @@ def test_logits_of_a_partial_block_do_not_see_the_padding():
     np.testing.assert_allclose(engine(TINY).logits(ids[:1, :13], 8), whole[:1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_cached_decoding_gives_the_tokens_of_uncached():
     """Prompts of 1 to 2 * block + 1 tokens: each step of the oracle computes the whole prefix anew."""
     rule = Threshold(block_length=8, steps=5, threshold=0.3, mask_id=319, eos_id=316)
@@ -99,6 +127,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name in RULES for rule in RULES[name]])
 def test_a_batch_gives_the_tokens_that_each_prompt_gives_alone(name, rule):
     prompts = [prompt(length, seed=1) for length in (3, 8, 21)]
@@ -125,6 +154,7 @@ def test_block_routing_beside_another_request():
     np.testing.assert_allclose(together[:1], alone, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_no_compilation_after_warm_up():
     eng = Engine.load(GOLDEN / TINY, context_length=CONTEXT_WITH_TWO_WINDOWS)
     rule = Threshold(block_length=8, threshold=0.9, mask_id=319, eos_id=316)
@@ -158,6 +188,7 @@ def test_windows_are_few():
     assert all(window_for(cache, start) >= start for start in range(2001))
 
 
+@pytest.mark.slow
 def test_cache_is_never_copied():
     """The same windows over a longer cache need no more workspace, and what writes the cache does so in place."""
     rule = Threshold(block_length=8, mask_id=319, eos_id=316)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from oled_jax.cli.lengths import plan_lengths
 from oled_jax.cli.requests import Request, encode_requests, read_requests
 from oled_jax.config import ModelConfig
-from oled_jax.display import LiveText, ProgressLine, summary
+from oled_jax.display import LiveText, summary
 from oled_jax.errors import OledError
+from oled_jax.progress import ProgressLine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -213,7 +214,7 @@ def _decoder(tokenizer: "PreTrainedTokenizerBase | None") -> Callable[[Sequence[
 def _load(args: argparse.Namespace, context_length: int) -> "Engine":
     from oled_jax.engine import Engine
 
-    progress = ProgressLine(sys.stderr, "loading")
+    progress = ProgressLine("loading")
     try:
         return Engine.load(
             args.model,

@@ -1,6 +1,5 @@
 """The command: exit codes, messages, and what inspect and compare say."""
 
-import io
 import json
 import os
 import shutil
@@ -12,9 +11,7 @@ import pytest
 import safetensors.numpy
 
 from oled_jax.checkpoint import layout
-from oled_jax.convert import progress
 from oled_jax.convert.cli import main, parse_size
-from oled_jax.convert.progress import ProgressLine, format_bytes
 from oled_jax.version import __version__
 
 from .conftest import GOLDEN
@@ -195,39 +192,6 @@ def test_compare_tells_other_dtypes_and_sizes_apart(published, tmp_path, command
     code, out, _ = command("compare", published, other)
     assert code == 1
     assert "expert biases: float32 against bfloat16" in out
-
-
-def test_progress_is_sparse_in_a_log_and_one_line_on_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    for out, expected in (
-        (io.StringIO(), ["x: 700 MB of 1 GB (70%), 100 MB/s"]),
-        (Terminal(), None),
-    ):
-        now[0] = 0.0
-        line = ProgressLine("x", out)
-        line(200_000_000, 1_000_000_000)
-        for step in range(1, 9):
-            now[0] = float(step)
-            line(200_000_000 + step * 100_000_000, 1_000_000_000)
-        line.close()
-        if expected is not None:
-            assert out.getvalue().splitlines() == expected
-        else:
-            assert out.getvalue().count("\r") == 8
-            assert out.getvalue().count("\n") == 1
-            assert "x: 1 GB of 1 GB (100%), 100 MB/s" in out.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (6_288_350_720, "6.29 GB"), (2e15, "2e+03 TB")]
-)
-def test_bytes_in_words(count, text):
-    assert format_bytes(count) == text
 
 
 def test_the_command_restricts_itself_to_the_cpu_and_warns_of_nothing(published, tmp_path):

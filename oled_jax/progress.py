@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 _TERMINAL_SECONDS = 0.2
@@ -9,13 +10,17 @@ _LOG_SECONDS = 5.0
 
 
 class ProgressLine:
-    """Called with (done bytes, total bytes); shows percentage and bytes/s of this run, resumed work not counted."""
+    """Called with (done bytes, total bytes); shows percentage and bytes/s of this run, resumed work not counted.
 
-    def __init__(self, label: str, out: TextIO | None = None):
+    In a log, short work leaves no line at all; on a terminal the line is gone after ``close``.
+    """
+
+    def __init__(self, label: str, out: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic):
         self._label = label
         self._out = sys.stderr if out is None else out
+        self._clock = clock
         self._terminal = self._out.isatty()
-        self._start = self._shown = time.monotonic()
+        self._start = self._shown = clock()
         self._first: int | None = None
         self._done = 0
 
@@ -23,9 +28,9 @@ class ProgressLine:
         if self._first is None:  # what an earlier run finished
             self._first = done
         self._done = done
-        now = time.monotonic()
+        now = self._clock()
         interval = _TERMINAL_SECONDS if self._terminal else _LOG_SECONDS
-        if now - self._shown >= interval or (done == total and self._terminal):
+        if now - self._shown >= interval:
             self._shown = now
             share = f"{format_bytes(done)} of {format_bytes(total)} ({done / max(1, total):.0%})"
             text = f"{self._label}: {share}, {self.rate()}"
@@ -34,13 +39,13 @@ class ProgressLine:
 
     def rate(self) -> str:
         """Bytes per second of this run so far, in words."""
-        seconds = max(time.monotonic() - self._start, 1e-9)
+        seconds = max(self._clock() - self._start, 1e-9)
         return f"{format_bytes((self._done - (self._first or 0)) / seconds)}/s"
 
     def close(self) -> None:
-        """Leaves a rewritten line standing."""
-        if self._terminal and self._done:
-            self._out.write("\n")
+        """Removes the line from a terminal."""
+        if self._terminal and self._shown > self._start:
+            self._out.write("\r\x1b[K")
             self._out.flush()
 
 
