@@ -117,7 +117,9 @@ class Programs:
         window = window_for(cache, int(start.max()))
 
         def run(leaves, store, cache, state, tokens, start, valid):
-            _, forward, state = self._forward(leaves, store, cache, state, tokens, start, valid, block_length, window)
+            runner = self._runner.for_prefill()
+            args = (leaves, store, cache, state, tokens, start, valid, block_length, window)
+            _, forward, state = self._forward(runner, *args)
             return cache.write(forward.keys, forward.values, start, valid), state
 
         key = ("prefill", tokens.shape, block_length, window, cache.keys.shape)
@@ -130,9 +132,9 @@ class Programs:
         window = window_for(cache, int(start.max()))
 
         def run(leaves, store, cache, state, tokens, start, valid):
-            model, forward, state = self._forward(
-                leaves, store, cache, state, tokens, start, valid, block_length, window
-            )
+            runner = self._runner.for_prefill()
+            args = (leaves, store, cache, state, tokens, start, valid, block_length, window)
+            model, forward, state = self._forward(runner, *args)
             return model.head(forward.hidden), Staged(forward.keys, forward.values), state
 
         key = ("logits", tokens.shape, block_length, window, cache.keys.shape)
@@ -187,9 +189,8 @@ class Programs:
         def run(leaves, store, cache, staged, state, rows, params):
             old = rows.block
             valid = jnp.broadcast_to(rows.active[:, None], old.tokens.shape)
-            model, forward, state = self._forward(
-                leaves, store, cache, state, old.tokens, rows.start, valid, program.block_length, window
-            )
+            args = (leaves, store, cache, state, old.tokens, rows.start, valid, program.block_length, window)
+            model, forward, state = self._forward(self._runner, *args)
             with jax.named_scope("decoding_rule"):
                 keys = jax.vmap(_step_key)(rows.seed, rows.start // program.block_length, old.step)
                 advance = jax.vmap(program.advance, in_axes=(None, 0, 0, 0))
@@ -209,10 +210,10 @@ class Programs:
         return StepReport(report[:, :-2], report[:, -2] != 0, report[:, -1] != 0), staged, state, rows
 
     def _forward(
-        self, leaves, store, cache, state, tokens, start, valid, block_length: int, window: int
+        self, runner: ExpertRunner, leaves, store, cache, state, tokens, start, valid, block_length: int, window: int
     ) -> tuple[LLaDA2, Forward, Any]:
         model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
-        experts = Experts(self._runner, store, state)
+        experts = Experts(runner, store, state)
         forward = model(tokens, start, valid, cache, experts, block_length=block_length, window=window)
         return model, forward, experts.state
 

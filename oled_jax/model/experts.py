@@ -34,6 +34,10 @@ class ExpertRunner(Protocol):
         """Takes the experts of each MoE layer, by layer index, over into ``(store, state)``."""
         ...
 
+    def for_prefill(self) -> "ExpertRunner":
+        """The runner to use with many tokens at once, over the same store and state."""
+        ...
+
     def run(self, store: Any, state: Any, layer: int, x: Array, ids: Array, weights: Array) -> tuple[Array, Any, Any]:
         """Computes the routed part of one MoE layer: ``(y [T, H], state, telemetry)``.
 
@@ -55,15 +59,22 @@ def expert_outputs(x: Array, experts: ExpertWeights) -> Array:
     return rounded(product("tsi,sih->sth", swiglu(gate, up), experts.down), x.dtype)
 
 
-def combine(outputs: Array, rows: Array, weights: Array) -> Array:
-    """Weighted sum ``[T, H]`` of each token's experts, float32 in top-k order, rounded once.
+def gather_chosen(outputs: Array, rows: Array) -> Array:
+    """What each token's chosen experts gave, ``[T, K, H]``, out of ``outputs [S, T, H]``.
 
-    ``outputs [S, T, H]``; ``rows [T, K]`` names each chosen expert's row in ``outputs``, or -1; ``weights [T, K]``
-    float32. The order is fixed so that an expert's row cannot change the sum.
+    ``rows [T, K]`` names each chosen expert's row in ``outputs``; what stands at -1 means nothing.
     """
-    tokens = jnp.arange(rows.shape[0])
-    total = jnp.zeros(outputs.shape[1:], jnp.float32)
-    for k in range(rows.shape[1]):
-        chosen = outputs[jnp.maximum(rows[:, k], 0), tokens].astype(jnp.float32)
-        total = total + jnp.where(rows[:, k, None] >= 0, weights[:, k, None] * chosen, 0.0)
-    return rounded(total, outputs.dtype)
+    return outputs[jnp.maximum(rows, 0), jnp.arange(rows.shape[0])[:, None]]
+
+
+def combine_chosen(chosen: Array, ids: Array, weights: Array) -> Array:
+    """Weighted sum ``[T, H]`` of ``chosen [T, K, H]``, float32 in top-k order, rounded once; ids of -1 count nothing.
+
+    Outputs are kept apart until here so that neither the row nor the round in which an expert was computed can change
+    the order of summation. ``ids [T, K]`` int32, ``weights [T, K]`` float32.
+    """
+    total = jnp.zeros((chosen.shape[0], chosen.shape[2]), jnp.float32)
+    for k in range(ids.shape[1]):
+        part = weights[:, k, None] * chosen[:, k].astype(jnp.float32)
+        total = total + jnp.where(ids[:, k, None] >= 0, part, 0.0)
+    return rounded(total, chosen.dtype)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from oled_jax.model.experts import ExpertWeights, combine, expert_outputs
+from oled_jax.model.experts import ExpertWeights, combine_chosen, expert_outputs, gather_chosen
 from oled_jax.model.numerics import Array
 
 
@@ -15,8 +15,13 @@ class ResidentExperts:
         """The weights themselves are the store."""
         return weights, ()
 
+    def for_prefill(self) -> "ResidentExperts":
+        """Itself: there is nothing to place."""
+        return self
+
     def run(
         self, store: dict[int, ExpertWeights], state: Any, layer: int, x: Array, ids: Array, weights: Array
     ) -> tuple[Array, Any, None]:
         """See ``ExpertRunner.run``; an expert's row is its id."""
-        return combine(expert_outputs(x, store[layer]), ids, weights), state, None
+        chosen = gather_chosen(expert_outputs(x, store[layer]), ids)
+        return combine_chosen(chosen, ids, weights), state, None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oled_jax.config import ModelConfig
-from oled_jax.model.experts import ExpertWeights, combine, expert_outputs
+from oled_jax.model.experts import ExpertWeights, combine_chosen, expert_outputs, gather_chosen
 from oled_jax.model.kv_cache import KVCache
 from oled_jax.model.layers import RMSNorm, rotary_table, rotate
 from oled_jax.model.numerics import add, linear, rounded
@@ -135,7 +135,8 @@ def test_experts_sum_in_top_k_order_and_ignore_rows_without_demand(seed, tokens,
     )
     ids = rng.integers(-1, experts, (tokens, chosen)).astype(np.int32)
     gates = rng.random((tokens, chosen)).astype(np.float32)
-    y = combine(expert_outputs(x, jax.tree.map(jnp.asarray, weights)), jnp.asarray(ids), jnp.asarray(gates))
+    chosen = gather_chosen(expert_outputs(x, jax.tree.map(jnp.asarray, weights)), jnp.asarray(ids))
+    y = combine_chosen(chosen, jnp.asarray(ids), jnp.asarray(gates))
     expected = np.zeros((tokens, hidden))
     for t in range(tokens):
         for e, g in zip(ids[t], gates[t], strict=True):
@@ -149,7 +150,8 @@ def test_expert_rounding_points_in_bfloat16():
     """One token, one expert, step by step as spec section 3 rounds."""
     rng = np.random.default_rng(5)
     x, gate_up, down = (rng.standard_normal(s).astype(BF16) for s in ((1, 16), (1, 8, 16), (1, 4, 16)))
-    run = jax.jit(lambda x, e: combine(expert_outputs(x, e), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))))
+    ids = jnp.zeros((1, 1), jnp.int32)
+    run = jax.jit(lambda x, e: combine_chosen(gather_chosen(expert_outputs(x, e), ids), ids, jnp.ones((1, 1))))
     y = run(x, ExpertWeights(jnp.asarray(gate_up), jnp.asarray(down)))
     f = lambda a: np.asarray(a, np.float32)  # noqa: E731
     projected = bf(f(x) @ f(gate_up[0]).T)

@@ -1,0 +1,114 @@
+"""Which missing experts are loaded into which rows, as pure functions of one layer's residency and demand.
+
+A layer has N slots and G staging rows, N + G rows in all; which rows are staging is a matter of the map, not of
+position: whatever row holds no resident expert is free, and residents never number more than N. So at least G rows are
+free, and an expert that may not stay runs from one of them.
+
+Step semantics are those of spec/policies section 0: hits are judged before anything is inserted; in mode `protect` an
+expert of this step is never evicted by another of this step; in mode `select` the best N of residents and loaded ones
+stay. Ranks are integers and unique within a layer, so no float decides anything.
+
+Arrays only, of fixed shapes; runs inside jit. Nothing here moves a weight.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from oled_jax.model.numerics import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotMap:
+    """``row_of [E]`` int32: the row of each resident expert, else -1; ``expert_in [N + G]`` int32: its inverse."""
+
+    row_of: Array
+    expert_in: Array
+
+    @classmethod
+    def empty(cls, num_experts: int, rows: int) -> "SlotMap":
+        """Nothing is resident."""
+        return cls(jnp.full((num_experts,), -1, jnp.int32), jnp.full((rows,), -1, jnp.int32))
+
+    @property
+    def resident(self) -> Array:
+        """Which experts are resident, ``[E]`` bool."""
+        return self.row_of >= 0
+
+
+class Ranks(NamedTuple):
+    """What a retention policy says about one layer: ``keep [E]``, ``admit [E]`` int32 (higher stays, higher is admitted
+    first; unique), ``may_admit [E]`` bool (a policy may refuse an expert a slot)."""
+
+    keep: Array
+    admit: Array
+    may_admit: Array
+
+
+class Placement(NamedTuple):
+    """The plan of one layer and step.
+
+    ``order [E]`` int32 lists the missing experts in load order, the admitted first, in its first ``misses`` entries;
+    ``rows [E]`` the row that each goes to (those not admitted take turns in the staging rows). ``after`` is the map
+    once the step is over.
+    """
+
+    order: Array
+    rows: Array
+    misses: Array
+    admissions: Array
+    hit: Array
+    admitted: Array
+    evicted: Array
+    after: SlotMap
+
+
+def place(before: SlotMap, demand: Array, ranks: Ranks, capacity: int, mode: str) -> Placement:
+    """Plans one layer's step; ``demand [E]`` bool, ``capacity`` N, ``mode`` "protect" or "select"."""
+    resident = before.resident
+    hit, miss = demand & resident, demand & ~resident
+    candidate = miss & ranks.may_admit
+    free = capacity - jnp.sum(resident, dtype=jnp.int32)
+    if mode == "select":
+        pool = resident | candidate
+        kept = pool & (_position(ranks.keep, pool) < capacity)
+        admitted, evicted = kept & miss, resident & ~kept
+    else:
+        idle = resident & ~demand
+        room = free + jnp.sum(idle, dtype=jnp.int32)
+        admitted = candidate & (_position(ranks.admit, candidate) < room)
+        needed = jnp.maximum(jnp.sum(admitted, dtype=jnp.int32) - free, 0)
+        evicted = idle & (_position(-ranks.keep, idle) < needed)
+    admissions = jnp.sum(admitted, dtype=jnp.int32)
+
+    order = jnp.argsort(jnp.where(admitted, 0, jnp.where(miss, 1, 2)) * demand.size + _position(ranks.admit, miss))
+    # Rows for admissions: free ones, lowest first, then those of the evicted. The free rows beyond are for staging.
+    free_rows = jnp.argsort(before.expert_in >= 0, stable=True)
+    evicted_rows = before.row_of[jnp.argsort(~evicted, stable=True)]
+    index = jnp.arange(demand.size)
+    staging = before.expert_in.size - capacity
+    into_free = free_rows[jnp.minimum(index, free_rows.size - 1)]
+    into_evicted = evicted_rows[jnp.maximum(index - free, 0)]
+    into_staging = free_rows[free + (index - admissions) % staging]
+    rows = jnp.where(index >= admissions, into_staging, jnp.where(index < free, into_free, into_evicted))
+
+    row_of = jnp.where(evicted, -1, before.row_of)
+    row_of = row_of.at[jnp.where(index < admissions, order, demand.size)].set(rows, mode="drop")
+    after = SlotMap(row_of, _inverse(row_of, before.expert_in.size))
+    misses = jnp.sum(miss, dtype=jnp.int32)
+    return Placement(order, rows, misses, admissions, hit, admitted, evicted, after)
+
+
+def _position(rank: Array, among: Array) -> Array:
+    """Place of each expert ``among [E]`` in descending order of ``rank``, from 0; the others come behind."""
+    order = jnp.lexsort((-rank, ~among))
+    return jnp.argsort(order)
+
+
+def _inverse(row_of: Array, rows: int) -> Array:
+    experts = jnp.arange(row_of.size, dtype=jnp.int32)
+    where = jnp.where(row_of >= 0, row_of, rows)
+    return jnp.full((rows,), -1, jnp.int32).at[where].set(experts, mode="drop")

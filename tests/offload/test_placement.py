@@ -1,0 +1,110 @@
+"""Placement against the step semantics of spec/policies section 0, over random streams of demand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oled_jax.offload.placement import Ranks, SlotMap, place
+
+EXPERTS = 8
+
+
+@functools.cache
+def planner(capacity: int, mode: str):
+    return jax.jit(lambda before, demand, ranks: place(before, demand, ranks, capacity, mode))
+
+
+def expected(resident: set, demand: set, keep, admit, may_admit, capacity: int, mode: str) -> tuple[set, set]:
+    """(admitted, evicted) by the words of the specification."""
+    miss = demand - resident
+    candidates = sorted((e for e in miss if may_admit[e]), key=lambda e: -admit[e])
+    if mode == "select":
+        kept = set(sorted(resident | set(candidates), key=lambda e: -keep[e])[:capacity])
+        return kept & miss, resident - kept
+    idle = sorted(resident - demand, key=lambda e: keep[e])
+    free = capacity - len(resident)
+    admitted = candidates[: free + len(idle)]
+    return set(admitted), set(idle[: max(0, len(admitted) - free)])
+
+
+steps = st.lists(
+    st.tuples(
+        st.sets(st.integers(0, EXPERTS - 1)),
+        st.permutations(range(EXPERTS)),
+        st.permutations(range(EXPERTS)),
+        st.lists(st.booleans(), min_size=EXPERTS, max_size=EXPERTS),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60)
+@given(steps, st.sampled_from([1, 3, 8]), st.sampled_from(["protect", "select"]))
+def test_streams_of_demand(stream, capacity, mode):
+    staging = 2
+    state = SlotMap.empty(EXPERTS, capacity + staging)
+    resident: set[int] = set()
+    for demand, keep, admit, may_admit in stream:
+        mask = np.isin(np.arange(EXPERTS), list(demand))
+        ranks = Ranks(np.asarray(keep, np.int32), np.asarray(admit, np.int32), np.asarray(may_admit))
+        plan = planner(capacity, mode)(state, mask, ranks)
+        admitted, evicted = expected(resident, demand, keep, admit, may_admit, capacity, mode)
+        assert set(np.flatnonzero(plan.hit)) == demand & resident
+        assert set(np.flatnonzero(plan.admitted)) == admitted
+        assert set(np.flatnonzero(plan.evicted)) == evicted
+        check_rows(state, plan, demand - resident, resident, evicted, staging)
+        state, resident = plan.after, (resident - evicted) | admitted
+        check_map(state, resident, capacity)
+
+
+def check_rows(before, plan, miss: set, resident: set, evicted: set, staging: int) -> None:
+    """Every missing expert has a row; no row of a resident that stays is written; admitted experts share none."""
+    misses, admissions = int(plan.misses), int(plan.admissions)
+    order, rows = np.asarray(plan.order)[:misses], np.asarray(plan.rows)[:misses]
+    assert set(order.tolist()) == miss
+    assert set(order[:admissions].tolist()) == set(np.flatnonzero(plan.admitted))
+    staying = {int(before.row_of[e]) for e in resident - evicted}
+    assert not staying & set(rows.tolist())
+    assert len(set(rows[:admissions].tolist())) == admissions
+    assert not set(rows[:admissions].tolist()) & set(rows[admissions:].tolist())
+    for start in range(admissions, misses, staging):
+        group = rows[start : start + staging].tolist()
+        assert len(set(group)) == len(group)
+
+
+def check_map(state, resident: set, capacity: int) -> None:
+    """The two halves of the map are inverse, and hold exactly the residents."""
+    row_of, expert_in = np.asarray(state.row_of), np.asarray(state.expert_in)
+    assert set(np.flatnonzero(row_of >= 0)) == resident
+    assert len(resident) <= capacity
+    assert all(expert_in[row_of[e]] == e for e in resident)
+    assert np.sum(expert_in >= 0) == len(resident)
+
+
+def test_admission_follows_its_own_rank_in_protect():
+    state = SlotMap.empty(EXPERTS, 3)
+    ranks = Ranks(jnp.arange(EXPERTS), -jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool))
+    plan = planner(2, "protect")(state, jnp.arange(EXPERTS) > 3, ranks)
+    assert np.flatnonzero(plan.admitted).tolist() == [4, 5]
+    plan = planner(2, "select")(state, jnp.arange(EXPERTS) > 3, ranks)
+    assert np.flatnonzero(plan.admitted).tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("mode", ["protect", "select"])
+def test_no_demand_changes_nothing(mode):
+    state = planner(3, mode)(
+        SlotMap.empty(EXPERTS, 5),
+        jnp.arange(EXPERTS) < 2,
+        Ranks(jnp.arange(EXPERTS), jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool)),
+    ).after
+    plan = planner(3, mode)(
+        state, jnp.zeros(EXPERTS, bool), Ranks(jnp.arange(EXPERTS), jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool))
+    )
+    np.testing.assert_array_equal(plan.after.row_of, state.row_of)
+    assert int(plan.misses) == 0
