@@ -122,7 +122,7 @@ class OffloadedExperts:
         experts = jnp.arange(self.num_experts, dtype=jnp.int32)
         recency = jnp.where(counts > 0, forward, own.last)
         primary = counts if self.form == PREFILL else recency
-        keep = jnp.argsort(jnp.lexsort((-experts, primary))).astype(jnp.int32)
+        keep = primary * self.num_experts - experts  # unique, and int32 for eight million forwards of 256 experts
         return Ranks(keep, -experts, jnp.ones(self.num_experts, bool))
 
     def _load_then_compute(
