@@ -14,9 +14,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from oled_jax.arguments import is_int, is_number
 from oled_jax.errors import ConfigError, problem_list
 
 MODEL_TYPES = ("llada2_moe", "llada2_moe_veomni")
+
+# No size or constant of a model is anywhere near; NaN and infinity, which JSON readers accept, fail the comparison too.
+_ABSURD = 1e12
 
 # Keys without which a config does not describe a model. `rope_theta` is looked for in `rope_parameters` as well.
 _REQUIRED_INTS = (
@@ -120,6 +124,8 @@ class ModelConfig:
         """
         if isinstance(source, dict):
             return cls._from_published(source, "config")
+        if not isinstance(source, str | Path):
+            raise ConfigError(f"source is {source!r}: give a path or a decoded config.json")
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
         return cls._from_published(read_json_object(path), str(path))
@@ -147,12 +153,12 @@ class ModelConfig:
             values[key] = _number(raw, key, int, problems)
         for key in _REQUIRED_FLOATS:
             values[key] = _number(raw, key, float, problems)
-        rope = {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_parameters") or {})}
-        values["rope_theta"] = _number(rope, "rope_theta", float, problems)
-        values["partial_rotary_factor"] = float(
-            rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", cls.partial_rotary_factor))
-        )
         _check_rope(raw, problems)
+        nested = raw.get("rope_parameters")
+        rope = {**raw, **{k: v for k, v in nested.items() if v is not None}} if isinstance(nested, dict) else raw
+        values["rope_theta"] = _number(rope, "rope_theta", float, problems)
+        if rope.get("partial_rotary_factor") is not None:
+            values["partial_rotary_factor"] = _number(rope, "partial_rotary_factor", float, problems)
         for key, fixed in _FIXED.items():
             if raw.get(key, fixed) != fixed:
                 problems.append(f"{key} is {raw[key]!r}, and only {fixed!r} is implemented")
@@ -204,7 +210,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: a checkpoint folder in the published layout holds one") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: bad text, bad JSON, numbers of absurd length
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {type(raw).__name__}, expected a JSON object")
@@ -216,9 +222,11 @@ def _number(raw: dict[str, Any], key: str, kind: type, problems: list[str]):
     if value is None:
         problems.append(f"{key} is missing")
         return None
-    accepted = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, accepted):
+    if not (is_int(value) if kind is int else is_number(value)):
         problems.append(f"{key} is {value!r}, expected {'an integer' if kind is int else 'a number'}")
+        return None
+    if not abs(value) < _ABSURD:  # false for NaN as well
+        problems.append(f"{key} is out of all range, expected a finite number below {_ABSURD:.0e}")
         return None
     return kind(value)
 
@@ -243,6 +251,8 @@ def _inconsistencies(config: ModelConfig) -> list[str]:
             problems.append(f"{key} is {getattr(c, key)}, must be positive")
     if problems:
         return problems
+    if c.num_experts > 2**16 or c.num_hidden_layers > 2**12:
+        return [f"num_experts {c.num_experts} and num_hidden_layers {c.num_hidden_layers} are beyond any such model"]
     if not 0 <= c.first_k_dense_replace <= c.num_hidden_layers:
         problems.append(f"first_k_dense_replace is {c.first_k_dense_replace}, must be 0 to {c.num_hidden_layers}")
     if c.num_shared_experts < 0:

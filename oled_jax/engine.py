@@ -7,13 +7,14 @@ used from one thread at a time.
 Deliberately not here: text (see ``Engine.tokenizer`` and ``oled_jax.tokenizer``) and files (``oled_jax.checkpoint``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from oled_jax.arguments import integer, is_int, token_ids
 from oled_jax.checkpoint import open_checkpoint
 from oled_jax.checkpoint.layout import DTYPES
 from oled_jax.config import ModelConfig
@@ -85,7 +86,7 @@ class Engine:
         """
         if expert_bias_dtype not in ("checkpoint", "bfloat16"):
             raise OledError(f"expert_bias_dtype is {expert_bias_dtype!r}: give 'checkpoint' or 'bfloat16'")
-        if dtype is not None and dtype not in DTYPES:
+        if dtype is not None and dtype not in tuple(DTYPES):
             raise OledError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}, or leave it out")
         with open_checkpoint(path) as checkpoint:
             context_length = _checked_context(context_length, checkpoint.config)
@@ -112,11 +113,14 @@ class Engine:
         Computed in chunks against the cache, as prefill is. Raises OledError for ids out of range, T beyond the
         context, or a block length below 1.
         """
-        ids = np.asarray(input_ids)
-        if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
-            raise OledError(f"input_ids has shape {ids.shape} and dtype {ids.dtype}: give integers [batch, tokens]")
-        for row in ids:
-            self._check_ids(row.tolist())
+        if not isinstance(input_ids, Sequence | np.ndarray) or len(input_ids) == 0:
+            raise OledError(f"input_ids is {input_ids!r}: give integers [batch, tokens], at least one of each")
+        rows = [token_ids("a row of input_ids", row, self.config.vocab_size) for row in input_ids]
+        if len({len(row) for row in rows}) != 1 or not rows[0]:
+            raise OledError(
+                f"input_ids has rows of {[len(row) for row in rows]} tokens: give rows of one length, not 0"
+            )
+        ids = np.asarray(rows, np.int32)
         batch, length = ids.shape
         if length > self.context_length:
             raise OledError(f"input_ids holds {length} tokens, more than the context of {self.context_length}")
@@ -173,17 +177,18 @@ class Engine:
         ids that neither the rule nor the checkpoint tells.
         """
         rule = resolved(rule, self.special_ids)
-        prompts = [[int(token) for token in prompt] for prompt in prompts]
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+            raise OledError(f"prompts is {prompts!r}: give a sequence of prompts, each a sequence of token ids")
+        prompts = [token_ids("a prompt", prompt, self.config.vocab_size) for prompt in prompts]
         if not prompts:
             return []
-        seeds = [0] * len(prompts) if seeds is None else [int(seed) for seed in seeds]
-        if len(seeds) != len(prompts):
-            raise OledError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one seed for each prompt")
-        for seed in seeds:
-            if not 0 <= seed < 2**32:
-                raise OledError(f"seed is {seed}: give an integer from 0 to {2**32 - 1}")
-        if not isinstance(gen_length, int | np.integer) or gen_length < 1:
-            raise OledError(f"gen_length is {gen_length!r}: give an integer of at least 1")
+        if seeds is not None and (not isinstance(seeds, Sequence | np.ndarray) or len(seeds) != len(prompts)):
+            raise OledError(f"seeds is {seeds!r}: give one seed for each of the {len(prompts)} prompts")
+        seeds = [integer("seed", seed, 0, 2**32 - 1) for seed in (seeds if seeds is not None else [0] * len(prompts))]
+        gen_length = integer("gen_length", gen_length, 1, self.context_length)
+        for name, callback in (("on_block", on_block), ("on_step", on_step)):
+            if callback is not None and not callable(callback):
+                raise OledError(f"{name} is {callback!r}: give a function of one argument, or None")
         self._check_block(rule.block_length)
         if self.config.block_routing and rule.block_length % self.config.block_size:
             raise OledError(
@@ -198,7 +203,7 @@ class Engine:
             rule,
             prompts,
             seeds,
-            int(gen_length),
+            gen_length,
             self.context_length,
             on_block,
             on_step,
@@ -206,22 +211,14 @@ class Engine:
         return generations
 
     def _check_block(self, block_length: int) -> None:
-        if not isinstance(block_length, int | np.integer) or not 1 <= block_length <= self.context_length:
+        if not is_int(block_length) or not 1 <= block_length <= self.context_length:
             raise OledError(
                 f"block_length is {block_length!r}: give an integer from 1 to the context length, {self.context_length}"
             )
 
-    def _check_ids(self, ids: list[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.config.vocab_size:
-                raise OledError(
-                    f"token id {token} is out of range: the vocabulary has {self.config.vocab_size} entries"
-                )
-
     def _check_prompt(self, prompt: list[int], rule: Rule, gen_length: int, allow_special_ids: bool) -> None:
         if not prompt:
             raise OledError("the prompt is empty: give at least one token")
-        self._check_ids(prompt)
         if len(prompt) >= self.context_length:
             raise OledError(
                 f"the prompt holds {len(prompt)} tokens, and the context {self.context_length}: shorten it or raise "
@@ -245,7 +242,7 @@ def _checked_context(context_length: int | None, config: ModelConfig) -> int:
     limit = config.max_position_embeddings
     if context_length is None:
         return min(limit, DEFAULT_CONTEXT)
-    if not isinstance(context_length, int | np.integer) or not 1 <= context_length <= limit:
+    if not is_int(context_length) or not 1 <= context_length <= limit:
         raise OledError(
             f"context_length is {context_length!r}: give an integer from 1 to the model's "
             f"max_position_embeddings, {limit}"

@@ -219,6 +219,20 @@ def test_events_tell_steps_and_blocks():
     assert out.num_commits == 2
 
 
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_generation_leaves_the_engine_usable(failure):
+    rule = Threshold(block_length=8, threshold=0.9, mask_id=319, eos_id=316)
+    before = engine(TINY).generate(prompt(11), rule, gen_length=14).tokens
+
+    def fail(event):
+        if event.step == 2:
+            raise failure
+
+    with pytest.raises(failure):
+        engine(TINY).generate(prompt(11), rule, gen_length=14, on_step=fail)
+    assert engine(TINY).generate(prompt(11), rule, gen_length=14).tokens == before
+
+
 def test_metrics_add_up():
     out = engine(TINY).generate(prompt(11), Threshold(block_length=8, mask_id=319, eos_id=316), gen_length=14)
     m = out.metrics.to_json()
@@ -311,8 +325,8 @@ def test_bad_load_arguments(arguments, words):
 def test_logits_mistakes():
     for ids, words in (
         ([[320]], "320"),
-        ([1, 2], "shape"),
-        ([[1.5]], "dtype"),
+        ([1, 2], "a row of input_ids is 1"),
+        ([[1.5]], "holds 1.5"),
         (np.zeros((1, 129), int), "129 tokens"),
     ):
         with pytest.raises(OledError, match=words):

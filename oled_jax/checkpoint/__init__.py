@@ -26,8 +26,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     everything else: no folder, neither format, an unfinished conversion, and names, shapes, dtypes or files that are
     not what the config asks for (all of them in one message).
     """
-    path = Path(path)
-    if not path.exists():
+    try:
+        path = Path(path)
+        exists = path.exists()
+    except (TypeError, ValueError, OSError) as error:
+        raise CheckpointError(f"{path!r:.80} is no path to a checkpoint folder: {error}") from None
+    if not exists:
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         if partial.is_dir():
             raise CheckpointError(f"{path} does not exist, but {partial.name} does: {_UNFINISHED}")

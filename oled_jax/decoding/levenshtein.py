@@ -17,6 +17,7 @@ from oled_jax.decoding.sampling import exclude, greedy, probability, sample, top
 from oled_jax.model.numerics import Array
 
 MAX_REPICKS = 5
+MAX_STEPS = 100_000  # every state of a block is remembered, so that loops are noticed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Levenshtein:
         check_common(self)
         check_int(self, "steps", 1)
         check_int(self, "max_post_steps", 0)
-        check_int(self, "max_steps_per_block", 1)
+        check_int(self, "max_steps_per_block", 1, MAX_STEPS)
         if self.editing_threshold is not None:
             check_unit(self, "editing_threshold")
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from oled_jax.arguments import integer, is_int, is_number
 from oled_jax.decoding.sampling import Sampler
 from oled_jax.errors import OledError
 from oled_jax.model.numerics import Array
@@ -70,6 +71,8 @@ class Rule(Protocol):
 
 def resolved(rule: Rule, ids: SpecialIds) -> Rule:
     """``rule`` with ids left None taken from ``ids``; OledError for one that is unknown or out of the vocabulary."""
+    if isinstance(rule, type) or not dataclasses.is_dataclass(rule) or not hasattr(type(rule), "program"):
+        raise OledError(f"rule is {rule!r}: give a Threshold(...), Editing(...) or Levenshtein(...)")
     fields = {field.name for field in dataclasses.fields(rule)}
     names = [field.name for field in dataclasses.fields(SpecialIds) if field.name in fields]
     given = {name: getattr(rule, name) for name in names if getattr(rule, name) is not None}
@@ -111,38 +114,30 @@ def common_params(rule: Rule, vocab_size: int) -> dict[str, Any]:
 def check_common(rule: Rule) -> None:
     """Validates what all rules share; OledError names the field, the value and the range."""
     check_int(rule, "block_length", 1)
+    if not isinstance(rule.eos_early_stop, bool | np.bool_):
+        raise OledError(f"eos_early_stop is {rule.eos_early_stop!r}: give True or False")
     check_unit(rule, "threshold")
-    if not _is_number(rule.temperature) or not 0 <= rule.temperature < math.inf:
+    if not is_number(rule.temperature) or not 0 <= rule.temperature < math.inf:
         raise OledError(f"temperature is {rule.temperature!r}: give 0 (greedy) or a finite positive number")
     if rule.top_k is not None:
         check_int(rule, "top_k", 1)
-    if rule.top_p is not None and (not _is_number(rule.top_p) or not 0 < rule.top_p <= 1):
+    if rule.top_p is not None and (not is_number(rule.top_p) or not 0 < rule.top_p <= 1):
         raise OledError(f"top_p is {rule.top_p!r}: give a number above 0 and at most 1, or leave it out")
     for name in ("mask_id", "delete_token_id", "split_token_id"):
         if getattr(rule, name, None) is not None:
             check_int(rule, name, 0)
     ids = rule.eos_id if isinstance(rule.eos_id, tuple) else (rule.eos_id,)
-    if rule.eos_id is not None and (not ids or not all(_is_int(i) and i >= 0 for i in ids)):
+    if rule.eos_id is not None and (not ids or not all(is_int(i) and i >= 0 for i in ids)):
         raise OledError(f"eos_id is {rule.eos_id!r}: give a token id or a tuple of them")
 
 
-def check_int(rule: Rule, name: str, least: int) -> None:
-    """OledError unless field ``name`` is an integer of at least ``least``."""
-    value = getattr(rule, name)
-    if not _is_int(value) or value < least:
-        raise OledError(f"{name} is {value!r}: give an integer of at least {least}")
+def check_int(rule: Rule, name: str, least: int, most: int = 2**31 - 1) -> None:
+    """OledError unless field ``name`` is an integer from ``least`` to ``most`` (parameters travel as int32)."""
+    integer(name, getattr(rule, name), least, most)
 
 
 def check_unit(rule: Rule, name: str) -> None:
     """OledError unless field ``name`` is a number in [0, 1]."""
     value = getattr(rule, name)
-    if not _is_number(value) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise OledError(f"{name} is {value!r}: give a number from 0 to 1")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or isinstance(value, (float, np.floating))
