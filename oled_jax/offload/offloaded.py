@@ -24,7 +24,9 @@ from jax import lax
 
 from oled_jax.model.experts import ExpertWeights, combine_chosen, expert_outputs, gather_chosen
 from oled_jax.model.numerics import Array
-from oled_jax.offload.placement import Placement, Ranks, SlotMap, place
+from oled_jax.offload.placement import Placement, SlotMap, place
+from oled_jax.retention import Plan
+from oled_jax.retention.arrays import ranks
 
 FORMS = ("load-then-compute", "stream")
 PREFILL = "sweep"
@@ -117,13 +119,12 @@ class OffloadedExperts:
         telemetry = LayerTelemetry(own.map.resident, plan.admitted, plan.evicted, plan.misses, rounds)
         return y, OffloadState(layers, forward), telemetry
 
-    def _ranks(self, own: LayerState, counts: Array, forward: Array) -> Ranks:
+    def _ranks(self, own: LayerState, counts: Array, forward: Array) -> Plan:
         """LRU, lowest id kept on ties; after prefill, most tokens first."""
-        experts = jnp.arange(self.num_experts, dtype=jnp.int32)
         recency = jnp.where(counts > 0, forward, own.last)
-        primary = counts if self.form == PREFILL else recency
-        keep = primary * self.num_experts - experts  # unique, and int32 for eight million forwards of 256 experts
-        return Ranks(keep, -experts, jnp.ones(self.num_experts, bool))
+        keep = ranks((counts if self.form == PREFILL else recency,), jnp)
+        by_id = ranks((jnp.zeros_like(counts),), jnp)
+        return Plan(keep, by_id, jnp.ones(self.num_experts, bool))
 
     def _load_then_compute(
         self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array

@@ -4,11 +4,8 @@ A layer has N slots and G staging rows, N + G rows in all; which rows are stagin
 position: whatever row holds no resident expert is free, and residents never number more than N. So at least G rows are
 free, and an expert that may not stay runs from one of them.
 
-Step semantics are those of spec/policies section 0: hits are judged before anything is inserted; in mode `protect` an
-expert of this step is never evicted by another of this step; in mode `select` the best N of residents and loaded ones
-stay. Ranks are integers and unique within a layer, so no float decides anything.
-
-Arrays only, of fixed shapes; runs inside jit. Nothing here moves a weight.
+Who is admitted and who is evicted is decided by ``oled_jax.retention.step``, for the engine as for the replay; here
+that becomes rows and an order of loading. Arrays only, of fixed shapes; runs inside jit. Nothing here moves a weight.
 """
 
 import dataclasses
@@ -18,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from oled_jax.model.numerics import Array
+from oled_jax.retention import Plan, step
 
 
 @jax.tree_util.register_dataclass
@@ -39,15 +37,6 @@ class SlotMap:
         return self.row_of >= 0
 
 
-class Ranks(NamedTuple):
-    """What a retention policy says about one layer: ``keep [E]``, ``admit [E]`` int32 (higher stays, higher is admitted
-    first; unique), ``may_admit [E]`` bool (a policy may refuse an expert a slot)."""
-
-    keep: Array
-    admit: Array
-    may_admit: Array
-
-
 class Placement(NamedTuple):
     """The plan of one layer and step.
 
@@ -66,28 +55,17 @@ class Placement(NamedTuple):
     after: SlotMap
 
 
-def place(before: SlotMap, demand: Array, ranks: Ranks, capacity: int, mode: str) -> Placement:
-    """Plans one layer's step; ``demand [E]`` bool, ``capacity`` N, ``mode`` "protect" or "select"."""
-    resident = before.resident
-    hit, miss = demand & resident, demand & ~resident
-    candidate = miss & ranks.may_admit
-    free = capacity - jnp.sum(resident, dtype=jnp.int32)
-    if mode == "select":
-        pool = resident | candidate
-        kept = pool & (_position(ranks.keep, pool) < capacity)
-        admitted, evicted = kept & miss, resident & ~kept
-    else:
-        idle = resident & ~demand
-        room = free + jnp.sum(idle, dtype=jnp.int32)
-        admitted = candidate & (_position(ranks.admit, candidate) < room)
-        needed = jnp.maximum(jnp.sum(admitted, dtype=jnp.int32) - free, 0)
-        evicted = idle & (_position(-ranks.keep, idle) < needed)
+def place(before: SlotMap, demand: Array, ranks: Plan, capacity: int, mode: str) -> Placement:
+    """Plans one layer's step; ``demand [E]`` bool, ``ranks`` of a retention policy, ``capacity`` N."""
+    outcome = step(before.resident, demand, ranks, capacity, jnp, mode=mode)
+    hit, miss, admitted, evicted = outcome.hits, outcome.misses, outcome.admitted, outcome.evicted
+    free = capacity - jnp.sum(before.resident, dtype=jnp.int32)
     admissions = jnp.sum(admitted, dtype=jnp.int32)
     misses = jnp.sum(miss, dtype=jnp.int32)
 
     # No sort anywhere: on a GPU a sort of 256 numbers takes longer than loading 0.1 experts, and there would be six.
-    behind = admissions + _position(ranks.admit, miss & ~admitted)
-    turn = jnp.where(admitted, _position(ranks.admit, admitted), behind)
+    behind = admissions + _position(ranks.admit_rank, miss & ~admitted)
+    turn = jnp.where(admitted, _position(ranks.admit_rank, admitted), behind)
     order = _listed(jnp.arange(demand.size, dtype=jnp.int32), turn, miss)
     # Rows for admissions: free ones, lowest first, then those of the evicted. The free rows beyond are for staging.
     row_free = before.expert_in < 0

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oled_jax.offload.placement import Ranks, SlotMap, place
+from oled_jax.offload.placement import SlotMap, place
+from oled_jax.retention import Plan
 
 EXPERTS = 8
 
@@ -52,7 +53,7 @@ def test_streams_of_demand(stream, capacity, mode):
     resident: set[int] = set()
     for demand, keep, admit, may_admit in stream:
         mask = np.isin(np.arange(EXPERTS), list(demand))
-        ranks = Ranks(np.asarray(keep, np.int32), np.asarray(admit, np.int32), np.asarray(may_admit))
+        ranks = Plan(np.asarray(keep, np.int32), np.asarray(admit, np.int32), np.asarray(may_admit))
         plan = planner(capacity, mode)(state, mask, ranks)
         admitted, evicted = expected(resident, demand, keep, admit, may_admit, capacity, mode)
         assert set(np.flatnonzero(plan.hit)) == demand & resident
@@ -89,7 +90,7 @@ def check_map(state, resident: set, capacity: int) -> None:
 
 def test_admission_follows_its_own_rank_in_protect():
     state = SlotMap.empty(EXPERTS, 3)
-    ranks = Ranks(jnp.arange(EXPERTS), -jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool))
+    ranks = Plan(jnp.arange(EXPERTS), jnp.arange(EXPERTS)[::-1], jnp.ones(EXPERTS, bool))
     plan = planner(2, "protect")(state, jnp.arange(EXPERTS) > 3, ranks)
     assert np.flatnonzero(plan.admitted).tolist() == [4, 5]
     plan = planner(2, "select")(state, jnp.arange(EXPERTS) > 3, ranks)
@@ -101,10 +102,10 @@ def test_no_demand_changes_nothing(mode):
     state = planner(3, mode)(
         SlotMap.empty(EXPERTS, 5),
         jnp.arange(EXPERTS) < 2,
-        Ranks(jnp.arange(EXPERTS), jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool)),
+        Plan(jnp.arange(EXPERTS), jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool)),
     ).after
     plan = planner(3, mode)(
-        state, jnp.zeros(EXPERTS, bool), Ranks(jnp.arange(EXPERTS), jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool))
+        state, jnp.zeros(EXPERTS, bool), Plan(jnp.arange(EXPERTS), jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool))
     )
     np.testing.assert_array_equal(plan.after.row_of, state.row_of)
     assert int(plan.misses) == 0
