@@ -33,7 +33,10 @@ def token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
     except TypeError:
         tokens = None
     if tokens is None:
-        raise OledError(f"{name} is {_short(value)}: give a flat sequence of token ids")
+        raise OledError(
+            f"{name} is {_short(value)}: give a flat sequence of token ids "
+            "(oled_jax.tokenizer.encode_chat makes them from text)"
+        )
     for token in tokens:
         if not is_int(token):
             raise OledError(f"{name} holds {_short(token)}: token ids are integers")

@@ -23,7 +23,7 @@ from oled_jax.decoding.loop import BlockEvent, Generation, StepEvent, generate
 from oled_jax.decoding.programs import Programs
 from oled_jax.decoding.rule import Rule, resolved
 from oled_jax.errors import OledError
-from oled_jax.loading import load_weights
+from oled_jax.loading import backend, load_weights
 from oled_jax.model.experts import ExpertRunner, ExpertWeights
 from oled_jax.model.kv_cache import KVCache
 from oled_jax.model.transformer import LLaDA2
@@ -88,6 +88,7 @@ class Engine:
             raise OledError(f"expert_bias_dtype is {expert_bias_dtype!r}: give 'checkpoint' or 'bfloat16'")
         if dtype is not None and dtype not in tuple(DTYPES):
             raise OledError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}, or leave it out")
+        backend()
         with open_checkpoint(path) as checkpoint:
             context_length = _checked_context(context_length, checkpoint.config)
             weight_dtype = DTYPES[dtype] if dtype else checkpoint.weight_dtype

@@ -4,6 +4,7 @@ Promises: host memory never holds more than the final arrays (where the device i
 ``layout.UNIT_BYTES``; each final array is allocated once and filled in place.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -17,6 +18,7 @@ from jax import lax
 from oled_jax.checkpoint import Checkpoint, stream
 from oled_jax.checkpoint.layout import Target, down_key, gate_up_key
 from oled_jax.checkpoint.layout import targets as layout_targets
+from oled_jax.errors import OledError
 from oled_jax.model.experts import ExpertWeights
 from oled_jax.model.transformer import LLaDA2
 
@@ -82,7 +84,7 @@ def load_weights(
     """
     config = checkpoint.config
     final = layout_targets(config, dtype, np.dtype(np.float32))
-    fill = HostFill if jax.default_backend() == "cpu" else DeviceFill
+    fill = HostFill if backend() == "cpu" else DeviceFill
     filling: dict[str, ArrayFill] = {}
     for unit, parts in stream(checkpoint, progress):
         for piece, part in zip(unit.pieces, parts, strict=True):
@@ -97,6 +99,18 @@ def load_weights(
         layer: ExpertWeights(arrays.pop(gate_up_key(layer)), arrays.pop(down_key(layer))) for layer in config.moe_layers
     }
     return _assemble(checkpoint, dtype, arrays), experts
+
+
+def backend() -> str:
+    """The platform that JAX runs on; OledError when it can start none (``JAX_PLATFORMS`` names what is absent)."""
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # some releases of jax only assert here
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        raise OledError(
+            f"JAX cannot start a backend (JAX_PLATFORMS={wanted!r}): {error or 'no such device or plugin'}; unset "
+            f"JAX_PLATFORMS, or install the accelerator's extra, such as oled-jax[cuda13]"
+        ) from None
 
 
 def _assemble(checkpoint: Checkpoint, dtype: np.dtype, arrays: dict[str, jax.Array]) -> LLaDA2:

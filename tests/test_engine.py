@@ -213,6 +213,7 @@ def test_events_tell_steps_and_blocks():
     assert [b.num_forwards for b in blocks] == [sum(s.block == b.block for s in steps) for b in blocks]
     assert [s.num_prompt for s in steps if s.block == 1] == [3] * blocks[0].num_forwards
     assert steps[0].block_start == 8
+    assert [(b.block_start, b.num_prompt) for b in blocks] == [(8, 3), (16, 0), (24, 0)]
     assert np.concatenate([b.tokens for b in blocks])[3 : 3 + 14].tolist() == out.tokens
     masks = [np.sum(s.tokens == 319) for s in steps if s.block == 2]
     assert masks == sorted(masks, reverse=True)

@@ -1,11 +1,16 @@
 """Filling final arrays: both ways give the same arrays, converting on the way, whatever the order of rows."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
 
 from oled_jax.checkpoint.layout import DTYPES, Target
 from oled_jax.loading import DeviceFill, HostFill
+from tests.golden_fixtures import GOLDEN
 
 
 @pytest.mark.parametrize("fill", [HostFill, DeviceFill])
@@ -28,3 +33,14 @@ def test_the_cpu_backend_adopts_the_buffer():
     buffer = filling._buffer
     buffer[:] = 0
     assert filling.finish().unsafe_buffer_pointer() == buffer.ctypes.data
+
+
+def test_a_backend_that_is_absent_is_one_clear_error():
+    code = "from oled_jax.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    arguments = ["generate", "--model", str(GOLDEN / "llada2-tiny-f32"), "--prompt-ids", "1", "--mask-id", "319"]
+    environment = {**os.environ, "JAX_PLATFORMS": "rocm"}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "JAX cannot start a backend (JAX_PLATFORMS='rocm')" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -39,10 +39,16 @@ class StepEvent:
 
 @dataclasses.dataclass(frozen=True)
 class BlockEvent:
-    """A block is final: its ``tokens [bl]`` int32 and the forwards that it took."""
+    """A block is final: its ``tokens [bl]`` int32, which start at position ``block_start``, and the forwards it took.
+
+    The first ``num_prompt`` tokens belong to the prompt; the last block may reach beyond gen_length or an EOS, where
+    ``Generation.tokens`` is cut.
+    """
 
     sequence: int
     block: int
+    block_start: int
+    num_prompt: int
     tokens: np.ndarray
     num_forwards: int
 
@@ -119,7 +125,8 @@ def _take(index: int, sequence: ActiveSequence, report: StepReport, on_block, on
         on_step(StepEvent(index, *where, tokens))
     if complete:
         if on_block:
-            on_block(BlockEvent(index, sequence.block, tokens, sequence.block_forwards))
+            where = (sequence.block, sequence.start, sequence.prompt_in_block)
+            on_block(BlockEvent(index, *where, tokens, sequence.block_forwards))
         sequence.leave_block(bool(report.settled[index]))
 
 
