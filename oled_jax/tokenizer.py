@@ -74,7 +74,14 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", text: str, *, system: str 
 
 
 def encode_raw(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of ``text`` as it stands; special tokens spelled out in it become their ids, none are added."""
+    """Token ids of ``text`` as it stands; special tokens spelled out in it become their ids, none are added.
+
+    Raises OledError for text that is not valid Unicode (undecodable bytes of a command line arrive as such).
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OledError(f"the text is not valid Unicode at character {error.start}: give UTF-8") from None
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 

@@ -131,3 +131,8 @@ def test_decode_skips_special_tokens_and_survives_ids_without_text(plain):
     assert decode(plain, np.array([*b"a , b"], np.int32)) == "a , b"
     assert decode(plain, []) == ""
     assert decode(plain, "é".encode()[:1]) == "\ufffd"
+
+
+def test_text_that_is_no_unicode_is_one_clear_error():
+    with pytest.raises(OledError, match="not valid Unicode at character 1"):
+        encode_raw(None, "a\udcff")

@@ -87,8 +87,20 @@ class UnitStore:
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oled-save")
 
     def finished(self, units: Sequence[Unit]) -> set[str]:
-        """Names of those units that are already saved."""
-        return {unit.name for unit in units if (self._folder / unit.name).is_dir()}
+        """Names of those units that are already saved and can be read back; what cannot is removed, to be redone.
+
+        A machine that lost power may have kept a unit's folder and not all of its data.
+        """
+        names = set()
+        for unit in units:
+            if not (self._folder / unit.name).is_dir():
+                continue
+            try:
+                self.load(unit)
+                names.add(unit.name)
+            except CheckpointError:
+                shutil.rmtree(self._folder / unit.name)
+        return names
 
     def save(self, unit: Unit, arrays: Sequence[np.ndarray]) -> None:
         """Saves one unit; it exists whole when this returns. A full disk raises OSError with ENOSPC.

@@ -131,6 +131,8 @@ def _parse_line(line: bytes, where: str, seed: int) -> Request:
         raise OledError(f"is not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise OledError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    except (RecursionError, ValueError) as error:  # nested or numbered beyond what Python reads
+        raise OledError(f"cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise OledError("is not a JSON object")
     unknown = [key for key in raw if key not in _KEYS]

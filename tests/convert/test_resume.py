@@ -82,6 +82,19 @@ def test_finished_shards_survive_a_crash_untouched(published, tmp_path, command,
     assert load(destination) == load(published)
 
 
+def test_a_finished_unit_that_lost_its_data_is_redone(published, tmp_path, command, monkeypatch):
+    """As after a loss of power: the unit's folder is there, part of its data is not."""
+    destination, partial = tmp_path / "converted", tmp_path / "converted.partial"
+    with monkeypatch.context() as patch:
+        fail_after(patch, UnitStore, "save", 3, RuntimeError("crash"))
+        with pytest.raises(RuntimeError, match="crash"):
+            command("to-orbax", published, destination)
+    data = max((p for p in partial.rglob("units/*/**/*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(data, 100)
+    assert command("to-orbax", published, destination)[0] == 0
+    assert command("compare", published, destination)[0] == 0
+
+
 @pytest.mark.parametrize(("verb", "options"), [("to-orbax", ()), ("to-hf", SHARDS)])
 def test_a_killed_process_resumes_to_an_equal_result(published, tmp_path, command, verb, options):
     destination, partial = tmp_path / "destination", tmp_path / "destination.partial"
