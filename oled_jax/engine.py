@@ -22,12 +22,17 @@ from oled_jax.decoding.chunks import ChunkPlan
 from oled_jax.decoding.loop import BlockEvent, Generation, StepEvent, generate
 from oled_jax.decoding.programs import Programs
 from oled_jax.decoding.rule import Rule, resolved
+from oled_jax.decoding.session import ExpertSession
 from oled_jax.errors import OledError
 from oled_jax.loading import backend, load_weights
 from oled_jax.model.experts import ExpertRunner, ExpertWeights
 from oled_jax.model.kv_cache import KVCache
 from oled_jax.model.transformer import LLaDA2
+from oled_jax.offload.budget import Budget, choose_budget
+from oled_jax.offload.offloaded import LOAD_THEN_COMPUTE
 from oled_jax.offload.resident import ResidentExperts
+from oled_jax.retention import RetentionPolicy, StepRecord
+from oled_jax.retention.manager import RetentionManager
 from oled_jax.special_ids import SpecialIds, find_special_ids
 from oled_jax.tokenizer import has_tokenizer, load_tokenizer
 
@@ -52,17 +57,22 @@ class Engine:
         path: str | Path | None = None,
         context_length: int | None = None,
         runner: ExpertRunner | None = None,
+        new_manager: Callable[[], RetentionManager] | None = None,
+        on_compile: Callable[[str], None] | None = None,
     ):
         """Takes a model with the experts of its MoE layers; ``path``, if any, is where its tokenizer lies.
 
-        Raises OledError for a context length below 1 or beyond the model's ``max_position_embeddings``.
+        ``runner`` says where the experts are (on the device, all of them, by default), ``new_manager`` makes the host's
+        retention manager where the runner leaves learning to one, ``on_compile(name)`` is called when a program is
+        about to be compiled. Raises OledError for a context length below 1 or beyond the model's
+        ``max_position_embeddings``.
         """
         self.config: ModelConfig = model.config
         self.path = None if path is None else Path(path)
         self.context_length = _checked_context(context_length, self.config)
         runner = runner or ResidentExperts()
-        store, self._expert_state = runner.init(experts)
-        self.programs = Programs(model, runner, store)
+        self._experts = ExpertSession(self.config, runner, experts, new_manager)
+        self.programs = Programs(model, runner, self._experts.store, on_compile)
 
     @classmethod
     def load(
@@ -72,17 +82,32 @@ class Engine:
         dtype: str | None = None,
         context_length: int | None = None,
         expert_bias_dtype: str = "checkpoint",
+        experts_on_device: int | str | None = None,
+        policy: str | RetentionPolicy = "lru",
+        form: str = LOAD_THEN_COMPUTE,
+        staging: int = 4,
+        manager: str = "device",
         progress: Callable[[int, int], None] | None = None,
+        on_compile: Callable[[str], None] | None = None,
     ) -> "Engine":
         """Loads a published (Hugging Face) or converted (``oled-convert to-orbax``) checkpoint folder.
+
+        ``experts_on_device``: None keeps all routed experts on the device; a number N, a share such as "40%" or "auto"
+        (the most that fit) keeps all of them in pinned host memory and N of each layer in device slots. Then
+        ``policy`` names what stays there (``oled_jax.retention.policy_names``, with parameters as in
+        "oled:w=one,rho_in=0.5"); ``form`` is "load-then-compute" or "stream" (``oled_jax.offload.offloaded``);
+        ``staging`` rows per layer serve experts that may not stay; ``manager`` says where the policy learns from a
+        forward, inside the jitted step ("device") or between steps ("host"): decisions are the same.
 
         ``dtype``: "bfloat16" or "float32" for weights and activations; None keeps the checkpoint's. ``context_length``:
         positions to make room for, by default the model's limit but at most 4096. ``expert_bias_dtype``: "checkpoint"
         uses the router's selection bias as stored, "bfloat16" rounds it first, as loading through Hugging Face does
-        (spec/llada2 section 2.3). ``progress(done_bytes, total_bytes)`` is called while reading.
+        (as the published 2.0 code is usually run). ``progress(done_bytes, total_bytes)`` is called while reading,
+        ``on_compile(name)`` when a program is about to be compiled.
 
-        Host memory peaks at the final arrays (if the device is the host) plus less than 2 GB. Raises OledError for
-        whatever is wrong with the folder or the arguments, all problems of a checkpoint in one message.
+        Host memory peaks at the arrays that stay there plus less than 2 GB. Raises OledError for whatever is wrong with
+        the folder or the arguments, all problems of a checkpoint in one message, and PlanError, before anything is
+        read, for a budget that does not fit.
         """
         if expert_bias_dtype not in ("checkpoint", "bfloat16"):
             raise OledError(f"expert_bias_dtype is {expert_bias_dtype!r}: give 'checkpoint' or 'bfloat16'")
@@ -92,8 +117,35 @@ class Engine:
         with open_checkpoint(path) as checkpoint:
             context_length = _checked_context(context_length, checkpoint.config)
             weight_dtype = DTYPES[dtype] if dtype else checkpoint.weight_dtype
-            model, experts = load_weights(checkpoint, weight_dtype, progress, expert_bias_dtype=expert_bias_dtype)
-        return cls(model, experts, path=path, context_length=context_length)
+            budget = (
+                Budget(ResidentExperts(), None, None)
+                if experts_on_device is None
+                else choose_budget(
+                    checkpoint.config,
+                    weight_dtype,
+                    context_length,
+                    experts_on_device=experts_on_device,
+                    policy=policy,
+                    form=form,
+                    staging=staging,
+                    manager=manager,
+                )
+            )
+            weights = load_weights(
+                checkpoint,
+                weight_dtype,
+                progress,
+                expert_bias_dtype=expert_bias_dtype,
+                bank=experts_on_device is not None,
+            )
+        return cls(
+            *weights,
+            path=path,
+            context_length=context_length,
+            runner=budget.runner,
+            new_manager=budget.new_manager,
+            on_compile=on_compile,
+        )
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -128,15 +180,16 @@ class Engine:
         self._check_block(block_length)
         plan = ChunkPlan.of(self.config, block_length, batch)
         cache = KVCache.zeros(self.config, batch, plan.cache_length(self.context_length), self.programs.dtype)
-        parts = []
+        parts, numbers = [], self._experts.begin(batch)
         for start, tokens in plan.chunks(length):
             chunk = np.zeros((batch, tokens), np.int32)
             count = min(tokens, length - start)
             chunk[:, :count] = ids[:, start : start + count]
             valid = np.broadcast_to(np.arange(tokens) < count, (batch, tokens))
             starts = np.full(batch, start, np.int32)
-            run = (cache, self._expert_state, chunk, starts, valid, block_length)
-            logits, staged, self._expert_state = self.programs.logits(*run)
+            run = (cache, self._experts.state, chunk, starts, valid, numbers, block_length)
+            logits, staged, self._experts.state, vector = self.programs.logits(*run)
+            self._experts.observe(vector, batch, tokens)
             cache = self.programs.commit(cache, staged, starts, valid)
             parts.append(np.asarray(logits)[:, :count])
         return np.concatenate(parts, axis=1)
@@ -151,10 +204,13 @@ class Engine:
         allow_special_ids: bool = False,
         on_block: Callable[[BlockEvent], None] | None = None,
         on_step: Callable[[StepEvent], None] | None = None,
+        on_record: Callable[[StepRecord], None] | None = None,
+        with_logits: bool = False,
     ) -> Generation:
         """Generates up to ``gen_length`` tokens after ``prompt_ids``; see ``generate_batch``."""
         arguments = {"gen_length": gen_length, "seeds": [seed], "allow_special_ids": allow_special_ids}
-        return self.generate_batch([prompt_ids], rule, **arguments, on_block=on_block, on_step=on_step)[0]
+        listeners = {"on_block": on_block, "on_step": on_step, "on_record": on_record, "with_logits": with_logits}
+        return self.generate_batch([prompt_ids], rule, **arguments, **listeners)[0]
 
     def generate_batch(
         self,
@@ -166,12 +222,16 @@ class Engine:
         allow_special_ids: bool = False,
         on_block: Callable[[BlockEvent], None] | None = None,
         on_step: Callable[[StepEvent], None] | None = None,
+        on_record: Callable[[StepRecord], None] | None = None,
+        with_logits: bool = False,
     ) -> list[Generation]:
         """Decodes prompts of any lengths together, each on its own block grid and with its own seed (default 0).
 
         ``rule``: ``Threshold``, ``Editing`` or ``Levenshtein``; ids that it leaves out come from the checkpoint.
-        ``on_block`` is called when a block is final, ``on_step`` after every denoising forward. A prompt that holds
-        MASK, DELETE or SPLIT is refused unless ``allow_special_ids``, since decoding would fill or execute them.
+        ``on_block`` is called when a block is final, ``on_step`` after every denoising forward, ``on_record`` with the
+        routing and residency of every forward, prefill included (``oled_jax.retention.StepRecord``). ``with_logits``
+        gives step events their logits, by a program of its own. A prompt that holds MASK, DELETE or SPLIT is refused
+        unless ``allow_special_ids``, since decoding would fill or execute them.
 
         Raises OledError, before anything runs, for an empty prompt, ids or seeds out of range, prompts that do not
         fit the context together with ``gen_length``, a block length that the model or the context cannot take, and
@@ -187,7 +247,7 @@ class Engine:
             raise OledError(f"seeds is {seeds!r}: give one seed for each of the {len(prompts)} prompts")
         seeds = [integer("seed", seed, 0, 2**32 - 1) for seed in (seeds if seeds is not None else [0] * len(prompts))]
         gen_length = integer("gen_length", gen_length, 1, self.context_length)
-        for name, callback in (("on_block", on_block), ("on_step", on_step)):
+        for name, callback in (("on_block", on_block), ("on_step", on_step), ("on_record", on_record)):
             if callback is not None and not callable(callback):
                 raise OledError(f"{name} is {callback!r}: give a function of one argument, or None")
         self._check_block(rule.block_length)
@@ -198,9 +258,9 @@ class Engine:
             )
         for prompt in prompts:
             self._check_prompt(prompt, rule, gen_length, allow_special_ids)
-        generations, self._expert_state = generate(
+        return generate(
             self.programs,
-            self._expert_state,
+            self._experts,
             rule,
             prompts,
             seeds,
@@ -208,8 +268,9 @@ class Engine:
             self.context_length,
             on_block,
             on_step,
+            on_record,
+            with_logits,
         )
-        return generations
 
     def _check_block(self, block_length: int) -> None:
         if not is_int(block_length) or not 1 <= block_length <= self.context_length:

@@ -1,7 +1,9 @@
-"""From an opened checkpoint to final arrays on the device, unit by unit.
+"""From an opened checkpoint to final arrays, on the device or in the expert bank, unit by unit.
 
-Promises: host memory never holds more than the final arrays (where the device is the host) plus a few units of at most
-``layout.UNIT_BYTES``; each final array is allocated once and filled in place.
+Promises: host memory never holds more than the final arrays that live there plus a few units of at most
+``layout.UNIT_BYTES``; each array is allocated once and filled in place. An array of the bank is filled on the device
+first and moved when it is complete, so the device needs room for the largest of them, and where the device is the host,
+host memory does.
 """
 
 import os
@@ -21,6 +23,7 @@ from oled_jax.checkpoint.layout import targets as layout_targets
 from oled_jax.errors import OledError
 from oled_jax.model.experts import ExpertWeights
 from oled_jax.model.transformer import LLaDA2
+from oled_jax.offload.bank import to_bank
 
 ALIGNMENT = 64
 
@@ -76,16 +79,23 @@ def load_weights(
     progress: Callable[[int, int], None] | None = None,
     *,
     expert_bias_dtype: str = "checkpoint",
+    bank: bool = False,
 ) -> tuple[LLaDA2, dict[int, ExpertWeights]]:
-    """The model and the experts of each MoE layer, in ``dtype``.
+    """The model and the experts of each MoE layer, in ``dtype``; the experts on the device, or in pinned host memory
+    (``bank``).
 
     ``expert_bias`` is held in float32, rounded to bfloat16 first if ``expert_bias_dtype`` says so.
-    ``progress(done_bytes, total_bytes)`` is called after each unit, in bytes of the checkpoint.
+    ``progress(done_bytes, total_bytes)`` is called after each unit, in bytes of the checkpoint. OledError when pinned
+    host memory runs out; nothing is kept then.
     """
     config = checkpoint.config
     final = layout_targets(config, dtype, np.dtype(np.float32))
     fill = HostFill if backend() == "cpu" else DeviceFill
     filling: dict[str, ArrayFill] = {}
+    rows_left = {key: target.shape[0] for key, target in final.items()}
+    expert_keys = {key(layer) for layer in config.moe_layers for key in (gate_up_key, down_key)}
+    bank_bytes = sum(final[key].nbytes for key in expert_keys)
+    arrays: dict[str, jax.Array] = {}
     for unit, parts in stream(checkpoint, progress):
         for piece, part in zip(unit.pieces, parts, strict=True):
             target = final[piece.target.key]
@@ -94,7 +104,13 @@ def load_weights(
             if target.key not in filling:
                 filling[target.key] = fill(target)
             filling[target.key].place(part, piece.start)
-    arrays = {key: filling.pop(key).finish() for key in tuple(filling)}
+            rows_left[target.key] -= len(part)
+            if not rows_left[target.key]:
+                array = filling.pop(target.key).finish()
+                if bank and target.key in expert_keys:
+                    stored = sum(arrays[key].nbytes for key in expert_keys & arrays.keys())
+                    array = to_bank(array, target.key, stored, bank_bytes)
+                arrays[target.key] = array
     experts = {
         layer: ExpertWeights(arrays.pop(gate_up_key(layer)), arrays.pop(down_key(layer))) for layer in config.moe_layers
     }

@@ -69,7 +69,7 @@ class EditingProgram:
 
     def enter(self, params: dict[str, Array], tokens: Array, fixed: Array, clean: Array) -> BlockState:
         post = (~jnp.any(tokens == params["mask_id"])).astype(jnp.int32)
-        return BlockState(tokens, fixed, jnp.int32(0), post > params["max_post_steps"], clean, post)
+        return BlockState.entered(tokens, fixed, post > params["max_post_steps"], clean, post)
 
     def advance(self, params: dict[str, Array], state: BlockState, logits: Array, key: Array) -> BlockState:
         old = state.tokens
@@ -84,4 +84,5 @@ class EditingProgram:
         settled = ~jnp.any(masked) & ~jnp.any(edit)
         post = state.extra + ~jnp.any(tokens == params["mask_id"])
         done = settled | (post > params["max_post_steps"])
-        return dataclasses.replace(state, tokens=tokens, step=state.step + 1, done=done, extra=post)
+        step = state.step + 1
+        return dataclasses.replace(state, tokens=tokens, step=step, done=done, confidence=p, extra=post)

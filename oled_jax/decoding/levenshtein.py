@@ -108,7 +108,7 @@ class LevenshteinProgram:
         count = jnp.sum(orig, dtype=jnp.int32)
         seen = jnp.full((self.max_steps, self.block_length), -1, jnp.int32)
         history = History(orig, count, jnp.int32(0), seen)
-        return BlockState(tokens, ~orig, jnp.int32(0), count == 0, clean, history)
+        return BlockState.entered(tokens, ~orig, count == 0, clean, history)
 
     def advance(self, params: dict[str, Array], state: BlockState, logits: Array, key: Array) -> BlockState:
         h, old = state.extra, state.tokens
@@ -133,7 +133,7 @@ class LevenshteinProgram:
         seen = h.seen.at[state.step].set(new)
         tokens, orig = _restructure(params, state.fixed, old, new, h.orig)
         stable = jnp.all(tokens == old) & ~jnp.any(tokens == params["mask_id"])
-        state = dataclasses.replace(state, tokens=tokens, step=state.step + 1)
+        state = dataclasses.replace(state, tokens=tokens, step=state.step + 1, confidence=p)
         return self._before_next(params, state, dataclasses.replace(h, orig=orig, seen=seen), stable)
 
     def _candidates(self, params, logits: Array, masked: Array, key: Array) -> tuple[Array, Array]:

@@ -11,23 +11,25 @@ The host sees one small report per step. A sequence that has finished stays in t
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
 import numpy as np
 
 from oled_jax.decoding.chunks import ChunkPlan
-from oled_jax.decoding.programs import Entry, Programs, Staged, StepReport
+from oled_jax.decoding.programs import Entry, Programs, Staged
+from oled_jax.decoding.report import Report
 from oled_jax.decoding.rule import Rule, eos_ids
 from oled_jax.decoding.sequence import ActiveSequence, Phase
-from oled_jax.metrics import GenerationMetrics
+from oled_jax.decoding.session import ExpertSession
+from oled_jax.metrics import ExpertMetrics, GenerationMetrics
 from oled_jax.model.kv_cache import KVCache
+from oled_jax.retention.record import StepRecord
 
 
 @dataclasses.dataclass(frozen=True)
 class StepEvent:
     """After a denoising forward: ``tokens [bl]`` int32 of the block of absolute index ``block``, which starts at
-    position ``block_start``; its first ``num_prompt`` tokens belong to the prompt; ``step`` counts from 0."""
+    position ``block_start``; its first ``num_prompt`` tokens belong to the prompt; ``step`` counts from 0. The rule saw
+    ``logits [bl, V]`` float32 (only if they were asked for)."""
 
     sequence: int
     block: int
@@ -35,6 +37,7 @@ class StepEvent:
     num_prompt: int
     step: int
     tokens: np.ndarray
+    logits: np.ndarray | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Generation:
 
 def generate(
     programs: Programs,
-    expert_state: Any,
+    experts: ExpertSession,
     rule: Rule,
     prompts: list[Sequence[int]],
     seeds: list[int],
@@ -76,22 +79,24 @@ def generate(
     context_length: int,
     on_block: Callable[[BlockEvent], None] | None,
     on_step: Callable[[StepEvent], None] | None,
-) -> tuple[list[Generation], Any]:
-    """Decodes ``prompts`` together under a resolved ``rule``; returns the generations and the expert state.
+    on_record: Callable[[StepRecord], None] | None,
+    with_logits: bool,
+) -> list[Generation]:
+    """Decodes ``prompts`` together under a resolved ``rule``.
 
     The caller has validated everything: prompts are not empty, ids are in range, everything fits the context.
-    ``expert_state`` is donated to the programs step by step; what comes back replaces it.
     """
     sequences = [ActiveSequence(prompt, rule, gen_length) for prompt in prompts]
     batch = 1 << (len(prompts) - 1).bit_length()  # powers of two bound the number of compiled shapes
     program, params = rule.program(), rule.params(gen_length, programs.config.vocab_size)
     clock = _Clock(programs)
+    numbers = experts.begin(batch, on_record)
 
-    cache, expert_state = _prefill(programs, expert_state, sequences, batch, context_length)
+    cache = _prefill(programs, experts, sequences, numbers, context_length)
     prefill_seconds = clock.lap()
 
     padded_seeds = np.asarray(seeds + [0] * (batch - len(seeds)), np.uint32)
-    rows = programs.new_rows(program, params, padded_seeds)
+    rows = programs.new_rows(program, params, padded_seeds, numbers)
     staged = Staged.zeros(cache, program.block_length)
     running, changed = sequences, True
     while running:
@@ -99,30 +104,42 @@ def generate(
             rows = programs.enter(program, params, rows, _entry(sequences, batch))
         furthest = max(sequence.start for sequence in running)
         starts = np.asarray([sequence.start for sequence in sequences] + [0] * (batch - len(sequences)), np.int32)
-        step = programs.denoise(program, params, cache, staged, expert_state, rows, furthest)
-        report, staged, expert_state, rows = step
+        arguments = (program, params, cache, staged, experts.state, rows, furthest)
+        vector, staged, experts.state, rows, logits = programs.denoise(*arguments, with_logits=with_logits)
+        logits = None if logits is None else np.asarray(logits)
+        report = experts.observe(vector, batch, program.block_length)
+        tokens = report.record.routing.tokens.reshape(batch, -1)
         for index, sequence in enumerate(sequences):
             if sequence.phase is not Phase.FINISHED:
-                _take(index, sequence, report, on_block, on_step)
+                of_row = None if logits is None else logits[index]
+                _take(sequence, index, tokens[index], of_row, report, on_block, on_step)
         moved = np.asarray([s.entering for s in sequences] + [False] * (batch - len(sequences)))
         if moved.any():
-            valid = np.broadcast_to(moved[:, None], report.tokens.shape)
+            valid = np.broadcast_to(moved[:, None], tokens.shape)
             cache = programs.commit(cache, staged, starts, valid)
         still = [sequence for sequence in sequences if sequence.phase is not Phase.FINISHED]
         changed = len(still) < len(running) or any(sequence.entering for sequence in still)
         running = still
     decode_seconds = clock.lap()
-    return [_generation(s, len(prompts), prefill_seconds, decode_seconds, clock) for s in sequences], expert_state
+    about_all = (len(prompts), prefill_seconds, decode_seconds, clock, experts.metrics())
+    return [_generation(sequence, *about_all) for sequence in sequences]
 
 
-def _take(index: int, sequence: ActiveSequence, report: StepReport, on_block, on_step) -> None:
+def _take(
+    sequence: ActiveSequence,
+    index: int,
+    tokens: np.ndarray,
+    logits: np.ndarray | None,
+    report: Report,
+    on_block,
+    on_step,
+) -> None:
     """Hands one row of a step's report to its sequence, and tells the listeners."""
     denoising = sequence.phase is Phase.DENOISE
-    complete = sequence.consume(report.tokens[index], bool(report.done[index]))
-    tokens = report.tokens[index].copy()
+    complete = sequence.consume(tokens, bool(report.done[index]))
     if denoising and on_step:
         where = (sequence.block, sequence.start, sequence.prompt_in_block, sequence.block_forwards - 1)
-        on_step(StepEvent(index, *where, tokens))
+        on_step(StepEvent(index, *where, tokens, logits))
     if complete:
         if on_block:
             where = (sequence.block, sequence.start, sequence.prompt_in_block)
@@ -154,10 +171,14 @@ def _entry(sequences: list[ActiveSequence], batch: int) -> Entry:
 
 
 def _prefill(
-    programs: Programs, expert_state: Any, sequences: list[ActiveSequence], batch: int, context_length: int
-) -> tuple[KVCache, Any]:
-    """Commits the full blocks of all prompts; returns the cache and the expert state."""
-    block_length = sequences[0].rule.block_length
+    programs: Programs,
+    experts: ExpertSession,
+    sequences: list[ActiveSequence],
+    numbers: np.ndarray,
+    context_length: int,
+) -> KVCache:
+    """Commits the full blocks of all prompts; returns the cache."""
+    block_length, batch = sequences[0].rule.block_length, len(numbers)
     plan = ChunkPlan.of(programs.config, block_length, batch)
     cache = KVCache.zeros(programs.config, batch, plan.cache_length(context_length), programs.dtype)
     for start, tokens in plan.chunks(max(sequence.start for sequence in sequences)):
@@ -168,9 +189,10 @@ def _prefill(
             chunk[index, : len(rows)] = rows
             valid[index, : len(rows)] = True
         starts = np.full(batch, start, np.int32)
-        cache, expert_state = programs.prefill(cache, expert_state, chunk, starts, valid, block_length)
-    jax.block_until_ready(cache)
-    return cache, expert_state
+        run = (cache, experts.state, chunk, starts, valid, numbers, block_length)
+        cache, experts.state, vector = programs.prefill(*run)
+        experts.observe(vector, batch, tokens)
+    return cache
 
 
 class _Clock:
@@ -195,7 +217,12 @@ class _Clock:
 
 
 def _generation(
-    sequence: ActiveSequence, batch: int, prefill_seconds: float, decode_seconds: float, clock: _Clock
+    sequence: ActiveSequence,
+    batch: int,
+    prefill_seconds: float,
+    decode_seconds: float,
+    clock: _Clock,
+    experts: ExpertMetrics,
 ) -> Generation:
     answer = sequence.answer()
     metrics = GenerationMetrics(
@@ -209,6 +236,7 @@ def _generation(
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
         compile_seconds=clock.compile_seconds,
+        experts=experts,
     )
     finished = bool(np.isin(answer[-1:], eos_ids(sequence.rule)).any())
     return Generation(answer.tolist(), sequence.num_forwards, sequence.num_commits, finished, metrics)

@@ -6,8 +6,9 @@ they cost. Weights enter as a flat tuple of leaves (flattening a module costs mo
 spec/jax_practice 2.2); expert state and block states are donated and updated in place, and so is the cache where it is
 written (prefill and commit; a denoising step only reads it).
 
-A denoising step is ONE program: model, head, decoding rule. What the host needs from it comes back as one small array
-in host memory. The decoding loop (``oled_jax.decoding.loop``) owns every donated array; nothing here keeps one.
+A denoising step is ONE program: model, head, decoding rule, and what the retention policy learns from it. What the
+host needs comes back as one small array in host memory (``oled_jax.decoding.report``). The decoding loop and its expert
+session own every donated array; nothing here keeps one.
 """
 
 import dataclasses
@@ -21,11 +22,13 @@ import numpy as np
 from flax import nnx
 
 from oled_jax.config import ModelConfig
+from oled_jax.decoding.report import Report, packed, record_of, rounds_of, status_after
 from oled_jax.decoding.rule import BlockState, Program
 from oled_jax.model.experts import ExpertRunner
 from oled_jax.model.kv_cache import KVCache
 from oled_jax.model.numerics import Array
 from oled_jax.model.transformer import Experts, Forward, LLaDA2
+from oled_jax.retention.record import DENOISE, KV_WRITE, MASKED, PREFILL, PROMPT
 
 SMALLEST_WINDOW = 256
 
@@ -34,11 +37,14 @@ SMALLEST_WINDOW = 256
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The batch on the device, one row per sequence: ``start [B]`` of the active block, ``active [B]``, ``seed [B]``
-    uint32, and ``block``, a ``BlockState`` with a leading batch axis."""
+    uint32, ``sequence [B]`` int32 (its number in this engine), ``status [B, bl]`` int32 of the active block's tokens
+    (``oled_jax.retention.record``), and ``block``, a ``BlockState`` with a leading batch axis."""
 
     start: Array
     active: Array
     seed: Array
+    sequence: Array
+    status: Array
     block: BlockState
 
 
@@ -72,20 +78,13 @@ class Staged:
         return cls(jnp.zeros(shape, cache.keys.dtype), jnp.zeros(shape, cache.keys.dtype))
 
 
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-    """What the host learns from a step: ``tokens [B, bl]`` int32, ``done [B]``, and whether the forward just run had
-    the block's final tokens as its input (``settled [B]``: the block may be committed as it is)."""
-
-    tokens: np.ndarray
-    done: np.ndarray
-    settled: np.ndarray
-
-
 class Programs:
     """Compiles and runs the programs of one model. Not thread-safe; holds weights, never donated state."""
 
-    def __init__(self, model: LLaDA2, runner: ExpertRunner, store: Any):
+    def __init__(
+        self, model: LLaDA2, runner: ExpertRunner, store: Any, on_compile: Callable[[str], None] | None = None
+    ):
+        """``on_compile(name)`` is called whenever a program is about to be compiled."""
         self.config: ModelConfig = model.config
         self.dtype = model.dtype
         self.compile_seconds = 0.0
@@ -94,6 +93,7 @@ class Programs:
         self._leaves = tuple(leaves)
         self._runner = runner
         self._store = store
+        self._on_compile = on_compile
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
     @property
@@ -111,34 +111,50 @@ class Programs:
         return self._compiled[key].memory_analysis()
 
     def prefill(
-        self, cache: KVCache, state: Any, tokens: np.ndarray, start: np.ndarray, valid: np.ndarray, block_length: int
-    ) -> tuple[KVCache, Any]:
-        """Commits ``tokens [B, T]`` int32 at ``start [B]`` where ``valid [B, T]``; cache and state are donated."""
+        self,
+        cache: KVCache,
+        state: Any,
+        tokens: np.ndarray,
+        start: np.ndarray,
+        valid: np.ndarray,
+        sequence: np.ndarray,
+        block_length: int,
+    ) -> tuple[KVCache, Any, Array]:
+        """Commits ``tokens [B, T]`` int32 at ``start [B]`` where ``valid [B, T]``; cache and state are donated.
+
+        ``sequence [B]`` int32: the rows' numbers. The third result is the packed report.
+        """
         window = window_for(cache, int(start.max()))
 
-        def run(leaves, store, cache, state, tokens, start, valid):
-            runner = self._runner.for_prefill()
-            args = (leaves, store, cache, state, tokens, start, valid, block_length, window)
-            _, forward, state = self._forward(runner, *args)
-            return cache.write(forward.keys, forward.values, start, valid), state
+        def run(leaves, store, cache, state, tokens, start, valid, sequence):
+            args = (leaves, store, cache, state, tokens, start, valid, sequence, block_length, window)
+            _, forward, state, report = self._read_prompt(*args)
+            return cache.write(forward.keys, forward.values, start, valid), state, report
 
         key = ("prefill", tokens.shape, block_length, window, cache.keys.shape)
-        return self._call(key, run, (2, 3), cache, state, tokens, start, valid)
+        return self._call(key, run, (2, 3), cache, state, tokens, start, valid, sequence)
 
     def logits(
-        self, cache: KVCache, state: Any, tokens: np.ndarray, start: np.ndarray, valid: np.ndarray, block_length: int
-    ) -> tuple[Array, Staged, Any]:
-        """Logits ``[B, T, V]`` float32 of the tokens, and their keys and values for ``commit``; state is donated."""
+        self,
+        cache: KVCache,
+        state: Any,
+        tokens: np.ndarray,
+        start: np.ndarray,
+        valid: np.ndarray,
+        sequence: np.ndarray,
+        block_length: int,
+    ) -> tuple[Array, Staged, Any, Array]:
+        """Logits ``[B, T, V]`` float32 of the tokens, their keys and values for ``commit``, the state (donated), and
+        the packed report."""
         window = window_for(cache, int(start.max()))
 
-        def run(leaves, store, cache, state, tokens, start, valid):
-            runner = self._runner.for_prefill()
-            args = (leaves, store, cache, state, tokens, start, valid, block_length, window)
-            model, forward, state = self._forward(runner, *args)
-            return model.head(forward.hidden), Staged(forward.keys, forward.values), state
+        def run(leaves, store, cache, state, tokens, start, valid, sequence):
+            args = (leaves, store, cache, state, tokens, start, valid, sequence, block_length, window)
+            model, forward, state, report = self._read_prompt(*args)
+            return model.head(forward.hidden), Staged(forward.keys, forward.values), state, report
 
         key = ("logits", tokens.shape, block_length, window, cache.keys.shape)
-        return self._call(key, run, (3,), cache, state, tokens, start, valid)
+        return self._call(key, run, (3,), cache, state, tokens, start, valid, sequence)
 
     def commit(self, cache: KVCache, staged: Staged, start: np.ndarray, valid: np.ndarray) -> KVCache:
         """Writes staged keys and values at ``start [B]`` where ``valid [B, T]``; the cache is donated.
@@ -152,17 +168,17 @@ class Programs:
 
         return self._call(("commit", valid.shape, cache.keys.shape), run, (2,), cache, staged, start, valid)
 
-    def new_rows(self, program: Program, params: dict, seeds: np.ndarray) -> Rows:
-        """Rows of a batch, all inactive until ``enter``; ``seeds [B]`` uint32."""
+    def new_rows(self, program: Program, params: dict, seeds: np.ndarray, sequence: np.ndarray) -> Rows:
+        """Rows of a batch, all inactive until ``enter``; ``seeds [B]`` uint32, ``sequence [B]`` int32."""
         shape = (len(seeds), program.block_length)
 
-        def run(leaves, store, params, seeds):
+        def run(leaves, store, params, seeds, sequence):
             empty = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.ones(shape[0], bool))
             block = jax.vmap(program.enter, in_axes=(None, 0, 0, 0))(params, *empty)
             zeros = jnp.zeros(shape[0], jnp.int32)
-            return Rows(zeros, zeros.astype(bool), seeds, block)
+            return Rows(zeros, zeros.astype(bool), seeds, sequence, jnp.zeros(shape, jnp.int32), block)
 
-        return self._call(("rows", program, shape, _signature(params)), run, (), params, seeds)
+        return self._call(("rows", program, shape, _signature(params)), run, (), params, seeds, sequence)
 
     def enter(self, program: Program, params: dict, rows: Rows, entry: Entry) -> Rows:
         """Lets the rows that ``entry`` names enter their next block; ``rows`` is donated."""
@@ -170,56 +186,123 @@ class Programs:
         def run(leaves, store, rows, params, entry):
             fresh = jax.vmap(program.enter, in_axes=(None, 0, 0, 0))(params, entry.tokens, entry.fixed, entry.clean)
             start = jnp.where(entry.rows, entry.start, rows.start)
-            return Rows(start, entry.active, rows.seed, _select(entry.rows, fresh, rows.block))
+            status = jnp.where(fresh.fixed, PROMPT, MASKED)
+            status = jnp.where(entry.rows[:, None], status, rows.status)
+            block = _select(entry.rows, fresh, rows.block)
+            return Rows(start, entry.active, rows.seed, rows.sequence, status, block)
 
         key = ("enter", program, entry.tokens.shape, _signature(params))
         return self._call(key, run, (2,), rows, params, entry)
 
     def denoise(
-        self, program: Program, params: dict, cache: KVCache, staged: Staged, state: Any, rows: Rows, furthest: int
-    ) -> tuple[StepReport, Staged, Any, Rows]:
-        """One forward of every active row's block, then its rule; a row whose block is done only gets new keys.
+        self,
+        program: Program,
+        params: dict,
+        cache: KVCache,
+        staged: Staged,
+        state: Any,
+        rows: Rows,
+        furthest: int,
+        *,
+        with_logits: bool = False,
+    ) -> tuple[Array, Staged, Any, Rows, Array | None]:
+        """One denoising step of every active row; staged, state and rows are donated, the cache is only read.
 
-        ``furthest`` is the largest ``start`` among the rows. Staged keys, expert state and rows are donated; the cache
-        is only read. Everything large that comes back lies where it lay before: on a GPU, results at changing addresses
-        make XLA record its command buffers anew at every step (measured: 2.5 ms of a 13.6 ms step).
+        Rows whose block is done keep it; the keys and values that their tokens leave in ``staged`` are then of final
+        tokens. ``furthest`` is the largest start of an active row: the program looks at that much of the cache. The
+        first result is the packed report (``oled_jax.decoding.report``), not waited for; the last is the logits ``[B,
+        bl, V]`` float32 that the rule saw, if asked for, which makes it another program.
+
+        Everything large that comes back lies where it lay before: on a GPU, results at changing addresses make XLA
+        record its command buffers anew at every step (measured: 2.5 ms of a 13.6 ms step).
         """
         window = window_for(cache, furthest)
 
         def run(leaves, store, cache, staged, state, rows, params):
             old = rows.block
             valid = jnp.broadcast_to(rows.active[:, None], old.tokens.shape)
-            args = (leaves, store, cache, state, old.tokens, rows.start, valid, program.block_length, window)
+            known = (old.confidence, rows.status)
+            args = (leaves, store, cache, state, old.tokens, rows.start, valid, known, program.block_length, window)
             model, forward, state = self._forward(self._runner, *args)
             with jax.named_scope("decoding_rule"):
                 keys = jax.vmap(_step_key)(rows.seed, rows.start // program.block_length, old.step)
                 advance = jax.vmap(program.advance, in_axes=(None, 0, 0, 0))
-                block = advance(params, old, model.head(forward.hidden), keys)
+                logits = model.head(forward.hidden)
+                block = advance(params, old, logits, keys)
                 block = _select(rows.active & ~old.done, block, old)
+                status = status_after(old, block, params["mask_id"])
+            with jax.named_scope("retention"):
+                record = record_of(
+                    state.forward,
+                    forward.records,
+                    valid,
+                    sequence=jnp.where(rows.active, rows.sequence, -1),
+                    block=rows.start // program.block_length,
+                    step=old.step,
+                    phase=jnp.where(rows.active, jnp.where(old.done, KV_WRITE, DENOISE), PREFILL),
+                    confidence=block.confidence,
+                    status=status,
+                    tokens=block.tokens,
+                )
+                state = self._runner.observe(state, record)
             settled = jnp.all(block.tokens == old.tokens, axis=-1)
-            report = jnp.concatenate([block.tokens, block.done[:, None], settled[:, None]], axis=-1, dtype=jnp.int32)
-            report = jax.device_put(report, jax.memory.Space.Host)
+            report = packed(Report(record, block.done, settled, rounds_of(forward.records)))
             # Rows that do not count keep what they had; so every donated buffer is used, and used in place.
             keep = rows.active[None, :, None, None, None]
             staged = Staged(jnp.where(keep, forward.keys, staged.keys), jnp.where(keep, forward.values, staged.values))
-            return report, staged, state, dataclasses.replace(rows, block=block)
+            rows = dataclasses.replace(rows, block=block, status=status)
+            return report, staged, state, rows, logits if with_logits else None
 
-        key = ("denoise", program, window, cache.keys.shape, _signature(params))
-        report, staged, state, rows = self._call(key, run, (3, 4, 5), cache, staged, state, rows, params)
-        report = np.asarray(report)
-        return StepReport(report[:, :-2], report[:, -2] != 0, report[:, -1] != 0), staged, state, rows
+        key = ("denoise", program, window, cache.keys.shape, _signature(params), with_logits)
+        return self._call(key, run, (3, 4, 5), cache, staged, state, rows, params)
+
+    def _read_prompt(self, leaves, store, cache, state, tokens, start, valid, sequence, block_length: int, window: int):
+        """A forward over tokens that are all given: ``(model, forward, state, packed report)``."""
+        known = (jnp.full(tokens.shape, -1.0), jnp.full(tokens.shape, PROMPT, jnp.int32))
+        runner = self._runner.for_prefill()
+        args = (leaves, store, cache, state, tokens, start, valid, known, block_length, window)
+        model, forward, state = self._forward(runner, *args)
+        zeros = jnp.zeros_like(sequence)
+        record = record_of(
+            state.forward,
+            forward.records,
+            valid,
+            sequence=sequence,
+            block=start // block_length,
+            step=zeros,
+            phase=zeros + PREFILL,
+            confidence=known[0],
+            status=known[1],
+            tokens=tokens,
+        )
+        state = runner.observe(state, record)
+        done = zeros > 0
+        return model, forward, state, packed(Report(record, done, done, rounds_of(forward.records)))
 
     def _forward(
-        self, runner: ExpertRunner, leaves, store, cache, state, tokens, start, valid, block_length: int, window: int
+        self,
+        runner: ExpertRunner,
+        leaves,
+        store,
+        cache,
+        state,
+        tokens,
+        start,
+        valid,
+        known: tuple[Array, Array],
+        block_length: int,
+        window: int,
     ) -> tuple[LLaDA2, Forward, Any]:
         model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
-        experts = Experts(runner, store, state)
+        experts = Experts(runner, store, state, *known)
         forward = model(tokens, start, valid, cache, experts, block_length=block_length, window=window)
         return model, forward, experts.state
 
     def _call(self, key: tuple, run: Callable, donate: tuple[int, ...], *args):
         args = (self._leaves, self._store, *args)
         if key not in self._compiled:
+            if self._on_compile:
+                self._on_compile(key[0])
             began = time.perf_counter()
             self._compiled[key] = jax.jit(run, donate_argnums=donate).lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began

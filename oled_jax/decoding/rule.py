@@ -28,14 +28,21 @@ from oled_jax.special_ids import SpecialIds, require
 @dataclasses.dataclass(frozen=True)
 class BlockState:
     """One block being decoded. ``tokens [bl]`` int32; ``fixed [bl]`` positions of the prompt; ``step`` forwards so far;
-    ``done``; ``clean`` no mask is left in earlier generated blocks; ``extra`` the rule's own arrays."""
+    ``done``; ``clean`` no mask is left in earlier generated blocks; ``confidence [bl]`` float32: the probability of
+    the token that the last forward proposed at each position, -1 before the first; ``extra`` the rule's own arrays."""
 
     tokens: Array
     fixed: Array
     step: Array
     done: Array
     clean: Array
+    confidence: Array
     extra: Any
+
+    @classmethod
+    def entered(cls, tokens: Array, fixed: Array, done: Array, clean: Array, extra: Any) -> "BlockState":
+        """A block before its first forward."""
+        return cls(tokens, fixed, jnp.int32(0), done, clean, jnp.full(tokens.shape, -1.0, jnp.float32), extra)
 
 
 class Program(Protocol):

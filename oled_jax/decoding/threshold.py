@@ -74,7 +74,7 @@ class ThresholdProgram:
 
     def enter(self, params: dict[str, Array], tokens: Array, fixed: Array, clean: Array) -> BlockState:
         done = ~jnp.any(tokens == params["mask_id"])
-        return BlockState(tokens, fixed, jnp.int32(0), done, clean, ())
+        return BlockState.entered(tokens, fixed, done, clean, ())
 
     def advance(self, params: dict[str, Array], state: BlockState, logits: Array, key: Array) -> BlockState:
         masked = state.tokens == params["mask_id"]
@@ -86,7 +86,7 @@ class ThresholdProgram:
         tokens = jnp.where(take, x0, state.tokens)
         step = state.step + 1
         done = (step >= steps) | ~jnp.any(tokens == params["mask_id"]) | self._ended(params, state, tokens, take)
-        return dataclasses.replace(state, tokens=tokens, step=step, done=done)
+        return dataclasses.replace(state, tokens=tokens, step=step, done=done, confidence=p)
 
     def _ended(self, params: dict[str, Array], state: BlockState, tokens: Array, take: Array) -> Array:
         """An EOS was just filled in and everything generated before the first one is settled."""

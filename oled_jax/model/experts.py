@@ -3,7 +3,7 @@
 The model computes *which* experts a token needs and with what weight; an ``ExpertRunner`` computes what they give.
 Everything about where expert weights live is behind it. A runner is a frozen, hashable object without arrays; its
 arrays are two pytrees that travel through the jitted step as arguments: ``store`` is only read (weights on the device,
-or the bank in host memory), ``state`` is donated and comes back (slots, maps, priorities).
+or the bank in host memory), ``state`` is donated and comes back (slots, maps, what the retention policy remembers).
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from oled_jax.model.numerics import Array, product, rounded, swiglu
+from oled_jax.retention.record import Routing, StepRecord
 
 
 @jax.tree_util.register_dataclass
@@ -27,10 +28,31 @@ class ExpertWeights:
     down: Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerTelemetry:
+    """What one MoE layer did in one forward.
+
+    ``counts [E]`` int32: tokens per expert; ``before``, ``after [E]`` bool: residents before and after it; ``rounds``
+    int32 scalar: products over the slots (1, unless the layer wanted more experts than it has rows).
+    """
+
+    counts: Array
+    before: Array
+    after: Array
+    rounds: Array
+
+
+class RunnerState(Protocol):
+    """What every runner's state has: ``forward`` int32 ``[]``, how many forwards it has seen."""
+
+    forward: Array
+
+
 class ExpertRunner(Protocol):
     """Runs routed experts; implementations live in ``oled_jax.offload``. Pure and jittable, no host in it."""
 
-    def init(self, weights: dict[int, ExpertWeights]) -> tuple[Any, Any]:
+    def init(self, weights: dict[int, ExpertWeights]) -> tuple[Any, RunnerState]:
         """Takes the experts of each MoE layer, by layer index, over into ``(store, state)``."""
         ...
 
@@ -38,12 +60,23 @@ class ExpertRunner(Protocol):
         """The runner to use with many tokens at once, over the same store and state."""
         ...
 
-    def run(self, store: Any, state: Any, layer: int, x: Array, ids: Array, weights: Array) -> tuple[Array, Any, Any]:
+    def for_batch(self, state: RunnerState, sequences: int, xp: Any) -> RunnerState:
+        """The state for a new batch of ``sequences`` rows; outside any jitted program."""
+        ...
+
+    def run(
+        self, store: Any, state: RunnerState, layer: int, x: Array, routing: Routing, scale: float
+    ) -> tuple[Array, RunnerState, LayerTelemetry]:
         """Computes the routed part of one MoE layer: ``(y [T, H], state, telemetry)``.
 
-        ``x [T, H]``, ``ids [T, K]`` int32 with -1 in rows that do not count (zero output, no demand), ``weights
-        [T, K]`` float32. ``y`` is rounded once, after a float32 sum in the order of ``ids``.
+        ``x [T, H]``; ``routing`` of these T tokens, with float32 weights that sum to 1 and ids of -1 in rows that do
+        not count (zero output, no demand); ``scale`` multiplies the weights. ``y`` is rounded once, after a float32 sum
+        in the order of the ids.
         """
+        ...
+
+    def observe(self, state: RunnerState, record: StepRecord) -> RunnerState:
+        """Ends a forward, whose outcome is in ``record``; the last thing that a step does with the state."""
         ...
 
 
@@ -65,6 +98,14 @@ def gather_chosen(outputs: Array, rows: Array) -> Array:
     ``rows [T, K]`` names each chosen expert's row in ``outputs``; what stands at -1 means nothing.
     """
     return outputs[jnp.maximum(rows, 0), jnp.arange(rows.shape[0])[:, None]]
+
+
+def expert_counts(ids: Array, num_experts: int) -> Array:
+    """How many tokens chose each expert, int32 ``[E]``; ``ids [T, K]``, -1 not counted.
+
+    Compared, not scattered: on a GPU the comparisons fuse with what reads them, a scatter stands alone.
+    """
+    return jnp.sum(ids.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
 
 def combine_chosen(chosen: Array, ids: Array, weights: Array) -> Array:

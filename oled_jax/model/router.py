@@ -2,7 +2,7 @@
 
 Two rules (spec/llada2 section 3.1): LLaDA2.0 and 2.1 limit each token to the best groups of experts, LLaDA2.2 limits
 each absolute window of ``block_size`` tokens to its ``expert_capacity`` best experts. The bias takes part in selection
-only; weights come from the unbiased scores, normalised, then scaled.
+only; weights come from the unbiased scores, normalised (and scaled where they are used).
 """
 
 import jax
@@ -31,8 +31,9 @@ class Router(nnx.Module):
     def __call__(self, x: Array, valid: Array) -> tuple[Array, Array]:
         """Routes ``x [B, T, H]`` to ``ids [B, T, K]`` int32 (-1 where not ``valid [B, T]``) and ``weights`` float32.
 
-        The order is that of descending biased score. With block routing, token 0 of each sequence must be the first of
-        a window, and T a multiple of ``block_size``; tokens that are not valid have no say in a window's experts.
+        A token's weights sum to 1; what scales them is the caller's affair. The order is that of descending biased
+        score. With block routing, token 0 of each sequence must be the first of a window, and T a multiple of
+        ``block_size``; tokens that are not valid have no say in a window's experts.
         """
         c = self.config
         scores = jax.nn.sigmoid(product("bth,eh->bte", x, self.weight[...]))
@@ -43,7 +44,7 @@ class Router(nnx.Module):
             biased = limit_to_groups(biased, c.n_group, c.topk_group)
         _, ids = lax.top_k(biased, c.num_experts_per_tok)
         weights = jnp.take_along_axis(scores, ids, axis=-1)
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20) * c.routed_scaling_factor
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return jnp.where(valid[..., None], ids, -1), jnp.where(valid[..., None], weights, 0.0)
 
 

@@ -18,30 +18,37 @@ from flax import nnx
 
 from oled_jax.config import ModelConfig
 from oled_jax.model.attention import Attention
-from oled_jax.model.experts import ExpertRunner
+from oled_jax.model.experts import ExpertRunner, LayerTelemetry
 from oled_jax.model.kv_cache import KVCache
 from oled_jax.model.layers import INIT_STDDEV, GatedMLP, Linear, RMSNorm, rotary_table
 from oled_jax.model.numerics import Array, add
 from oled_jax.model.router import Router
+from oled_jax.retention.record import Routing
 
 
 @dataclasses.dataclass
 class Experts:
-    """The runner with its arrays, for the length of one forward; ``state`` is replaced layer by layer."""
+    """The runner with its arrays, for the length of one forward; ``state`` is replaced layer by layer.
+
+    ``confidence [B, T]`` float and ``status [B, T]`` int: what is known of the tokens before this forward's sampling
+    (``oled_jax.retention.Routing``). The model passes them on and uses neither.
+    """
 
     runner: ExpertRunner
     store: Any
     state: Any
+    confidence: Array
+    status: Array
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerRecord:
-    """What one MoE layer did: ``ids [B, T, K]``, ``weights [B, T, K]`` float32, and the runner's own telemetry."""
+    """What one MoE layer did: ``ids [B, T, K]``, ``weights [B, T, K]`` float32 (normalised), the runner's telemetry."""
 
     ids: Array
     weights: Array
-    telemetry: Any
+    telemetry: LayerTelemetry
 
 
 @jax.tree_util.register_dataclass
@@ -78,15 +85,21 @@ class MoE(nnx.Module):
         self.gate = Router(config, dtype=dtype, rngs=rngs)
         width = config.moe_intermediate_size * config.num_shared_experts
         self.shared_experts = GatedMLP(config.hidden_size, width, dtype=dtype, rngs=rngs) if width else None
+        self.scale = config.routed_scaling_factor
 
-    def __call__(self, x: Array, valid: Array, layer: int, experts: Experts) -> tuple[Array, LayerRecord]:
-        batch, tokens, hidden = x.shape
+    def __call__(
+        self, x: Array, tokens: Array, valid: Array, layer: int, experts: Experts
+    ) -> tuple[Array, LayerRecord]:
+        batch, length, hidden = x.shape
         with jax.named_scope("router"):
             ids, weights = self.gate(x, valid)
         with jax.named_scope("experts"):
-            flat = (x.reshape(-1, hidden), ids.reshape(batch * tokens, -1), weights.reshape(batch * tokens, -1))
-            y, experts.state, telemetry = experts.runner.run(experts.store, experts.state, layer, *flat)
-            y = y.reshape(batch, tokens, hidden)
+            row = jnp.where(valid, jnp.arange(batch, dtype=jnp.int32)[:, None], -1)
+            chosen = (a.reshape(batch * length, -1) for a in (ids, weights))
+            known = (a.reshape(-1) for a in (row, experts.confidence, experts.status, tokens))
+            run = (experts.store, experts.state, layer, x.reshape(-1, hidden), Routing(*chosen, *known), self.scale)
+            y, experts.state, telemetry = experts.runner.run(*run)
+            y = y.reshape(batch, length, hidden)
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):
                 y = add(y, self.shared_experts(x))
@@ -108,14 +121,14 @@ class Layer(nnx.Module):
         self.index = index
 
     def __call__(
-        self, h: Array, rotary, cached, masks, valid: Array, experts: Experts
+        self, h: Array, rotary, cached, masks, tokens: Array, valid: Array, experts: Experts
     ) -> tuple[Array, Array, Array, LayerRecord | None]:
         with jax.named_scope("attention"):
             attended, keys, values = self.attention(self.input_layernorm(h), rotary, cached, masks)
             h = add(h, attended)
         x = self.post_attention_layernorm(h)
         if isinstance(self.mlp, MoE):
-            y, record = self.mlp(x, valid, self.index, experts)
+            y, record = self.mlp(x, tokens, valid, self.index, experts)
         else:
             y, record = self.mlp(x), None
         return add(h, y), keys, values, record
@@ -164,7 +177,7 @@ class LLaDA2(nnx.Module):
         for index, layer in enumerate(self.layers):
             states.append(h)
             cached = (cache.keys[index, :, :window], cache.values[index, :, :window])
-            h, k, v, record = layer(h, rotary, cached, (cached_mask, own_mask), valid, experts)
+            h, k, v, record = layer(h, rotary, cached, (cached_mask, own_mask), tokens, valid, experts)
             keys.append(k)
             values.append(v)
             if record is not None:

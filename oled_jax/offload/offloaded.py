@@ -9,218 +9,236 @@ promises float32 tokens, and bfloat16 within rounding.
 
 Prefill sweeps over the wanted experts one by one, whatever the form: with hundreds of tokens nearly all are wanted, the
 workspace stays that of one expert, and its results depend neither on N nor on what was resident. Afterwards the N
-experts with most tokens in the last chunk stay (spec/policies 4.21).
+experts with most tokens in the last chunk stay, under every policy that admits any.
 
-There is no Python between layers and no host in a step. Slot arrays go through ``while`` loops, never through ``cond``
-(which copies them, spec/jax_practice 3.3).
+There is no Python between layers and no host in a step. A layer that misses nothing pays one loop predicate: placement
+and loads stand inside a ``while`` loop that runs once if anything is missing. Slot arrays go through ``while`` loops,
+never through ``cond``, which would copy them.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from oled_jax.model.experts import ExpertWeights, combine_chosen, expert_outputs, gather_chosen
+from oled_jax.model.experts import (
+    ExpertWeights,
+    LayerTelemetry,
+    combine_chosen,
+    expert_counts,
+    expert_outputs,
+    gather_chosen,
+)
 from oled_jax.model.numerics import Array
+from oled_jax.offload.loads import alone, load, load_one, load_resident, look_up, with_expert, with_loaded
 from oled_jax.offload.placement import Placement, SlotMap, place
-from oled_jax.retention import Plan
+from oled_jax.retention import Plan, RetentionPolicy, Routing, StepRecord
 from oled_jax.retention.arrays import ranks
 
-FORMS = ("load-then-compute", "stream")
-PREFILL = "sweep"
+LOAD_THEN_COMPUTE, STREAM = FORMS = ("load-then-compute", "stream")
+MODES = {LOAD_THEN_COMPUTE: "protect", STREAM: "select"}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """One MoE layer on the device: ``slots`` (N + G rows of weights, donated), their map, and ``last [E]`` int32, the
-    forward in which each expert was last wanted (kept for experts that are not resident as well)."""
+    """One MoE layer on the device: ``slots`` (N + G rows of weights, donated) and their map."""
 
     slots: ExpertWeights
     map: SlotMap
-    last: Array
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OffloadState:
-    """All layers, by layer index, and the number of forwards so far."""
+    """All layers, by layer index; ``forward`` int32 ``[]``, how many forwards there were; ``retention``, the policy's
+    state (numpy arrays where a manager on the host keeps it)."""
 
     layers: dict[int, LayerState]
     forward: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerTelemetry:
-    """What one layer did in one forward: ``resident [E]`` before it, ``admitted [E]``, ``evicted [E]`` bool; ``loads``
-    and ``rounds`` int32 scalars. Demand, hits and misses follow from ids and ``resident``."""
-
-    resident: Array
-    admitted: Array
-    evicted: Array
-    loads: Array
-    rounds: Array
+    retention: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedExperts:
-    """The runner. ``capacity`` N and ``staging`` G rows per layer; ``form`` as above; ``mode`` of retention."""
+    """The runner. ``capacity`` N and ``staging`` G rows per layer; ``form`` as above.
+
+    ``policy`` decides what stays, in the mode that the form asks for (``protect`` or ``select``). ``observes``: whether
+    its state is brought up to date at the end of the jitted step, or by a manager on the host.
+    """
 
     num_experts: int
     capacity: int
+    policy: RetentionPolicy
     staging: int = 4
-    form: str = "load-then-compute"
-    mode: str = "protect"
+    form: str = LOAD_THEN_COMPUTE
+    observes: bool = True
+    prefills: bool = False
 
     def __post_init__(self):
         # With everything loaded before anything is computed, an expert of this step cannot yield its row to another.
-        assert self.mode == "protect" or self.form != FORMS[0]
+        object.__setattr__(self, "policy", dataclasses.replace(self.policy, mode=MODES[self.form]))
+
+    @property
+    def slots(self) -> int:
+        """N."""
+        return self.capacity
+
+    @property
+    def policy_label(self) -> str:
+        """The policy as commands spell it."""
+        return self.policy.label
 
     def for_prefill(self) -> "OffloadedExperts":
         """The same slots, swept."""
-        return dataclasses.replace(self, form=PREFILL, mode="select")
+        return dataclasses.replace(self, prefills=True)
 
     def init(self, weights: dict[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], OffloadState]:
-        """Takes each layer's experts, in pinned host memory, as the bank; every slot is empty."""
+        """Takes each layer's experts, in pinned host memory, as the bank.
+
+        Slots are empty but for what the policy wants there from the start.
+        """
         rows = self.capacity + self.staging
+        residents = self.policy.initial_residents(len(weights), self.num_experts, self.capacity)
+        layers = {}
+        for position, (layer, bank) in enumerate(sorted(weights.items())):
+            slots = jax.tree.map(lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), bank)
+            experts = np.flatnonzero(residents[position]).astype(np.int32)
+            if len(experts):
+                slots = load_resident(slots, bank, experts)
+            layers[layer] = LayerState(slots, SlotMap.holding(experts, self.num_experts, rows))
+        retention = self.policy.init(len(weights), self.num_experts, self.capacity, jnp)
+        # Copies, because a policy may start two fields with one and the same array, and each will be donated.
+        retention = jax.tree.map(partial(jnp.array, copy=True), retention)
+        return weights, OffloadState(layers, jnp.int32(0), retention)
 
-        def empty(bank: Array) -> Array:
-            return jnp.zeros((rows, *bank.shape[1:]), bank.dtype)
+    def for_batch(self, state: OffloadState, sequences: int, xp: Any) -> OffloadState:
+        """The state for a new batch of ``sequences`` rows: what belongs to earlier sequences is forgotten."""
+        return dataclasses.replace(state, retention=self.policy.for_batch(state.retention, sequences, xp))
 
-        layers = {
-            layer: LayerState(
-                ExpertWeights(empty(bank.gate_up), empty(bank.down)),
-                SlotMap.empty(self.num_experts, rows),
-                jnp.full((self.num_experts,), -1, jnp.int32),
-            )
-            for layer, bank in weights.items()
-        }
-        return weights, OffloadState(layers, jnp.int32(0))
+    def with_retention(self, state: OffloadState, retention: Any) -> OffloadState:
+        """The state with what a manager on the host answers."""
+        return dataclasses.replace(state, retention=retention)
 
     def run(
-        self, store: dict[int, ExpertWeights], state: OffloadState, layer: int, x: Array, ids: Array, weights: Array
+        self,
+        store: dict[int, ExpertWeights],
+        state: OffloadState,
+        layer: int,
+        x: Array,
+        routing: Routing,
+        scale: float,
     ) -> tuple[Array, OffloadState, LayerTelemetry]:
         """See ``ExpertRunner.run``."""
-        own = state.layers[layer]
-        counts = (
-            jnp.zeros(self.num_experts, jnp.int32).at[jnp.where(ids >= 0, ids, self.num_experts)].add(1, mode="drop")
-        )
-        demand = counts > 0
-        plan = place(own.map, demand, self._ranks(own, counts, state.forward), self.capacity, self.mode)
-        compute = {FORMS[0]: self._load_then_compute, FORMS[1]: self._stream, PREFILL: self._sweep}[self.form]
-        chosen, slots, rounds = compute(store[layer], own, plan, x, ids)
-        y = combine_chosen(chosen, ids, weights)
-        last = jnp.where(demand, state.forward, own.last)
-        layers = {**state.layers, layer: LayerState(slots, plan.after, last)}
-        forward = state.forward + (layer == max(state.layers))
-        telemetry = LayerTelemetry(own.map.resident, plan.admitted, plan.evicted, plan.misses, rounds)
-        return y, OffloadState(layers, forward), telemetry
+        own, ids = state.layers[layer], routing.ids
+        counts = expert_counts(ids, self.num_experts)
+        planned = partial(self._planned, own.map, counts, state, sorted(state.layers).index(layer), routing)
+        compute = self._sweep if self.prefills else {LOAD_THEN_COMPUTE: self._ltc, STREAM: self._stream}[self.form]
+        missing = jnp.any((counts > 0) & ~own.map.resident)
+        chosen, after, rounds = compute(store[layer], own, planned, missing, x, ids)
+        y = combine_chosen(chosen, ids, routing.weights * scale)
+        telemetry = LayerTelemetry(counts, own.map.resident, after.map.resident, rounds)
+        return y, dataclasses.replace(state, layers={**state.layers, layer: after}), telemetry
 
-    def _ranks(self, own: LayerState, counts: Array, forward: Array) -> Plan:
-        """LRU, lowest id kept on ties; after prefill, most tokens first."""
-        recency = jnp.where(counts > 0, forward, own.last)
-        keep = ranks((counts if self.form == PREFILL else recency,), jnp)
-        by_id = ranks((jnp.zeros_like(counts),), jnp)
-        return Plan(keep, by_id, jnp.ones(self.num_experts, bool))
+    def observe(self, state: OffloadState, record: StepRecord) -> OffloadState:
+        """Counts on, and lets the policy learn unless a manager does that."""
+        retention = self.policy.observe(state.retention, record, jnp) if self.observes else state.retention
+        return dataclasses.replace(state, forward=state.forward + 1, retention=retention)
 
-    def _load_then_compute(
-        self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array
-    ) -> tuple[Array, ExpertWeights, Array]:
-        """Loads what fits, then one product over all rows; more rounds through the staging rows if that was not all."""
-        first = plan.admissions + jnp.minimum(plan.misses - plan.admissions, self.staging)
-        slots = _load(own.slots, bank, plan, 0, first)
-        here = _with_loaded(jnp.where(plan.evicted, -1, own.map.row_of), plan, 0, first)
-        chosen = gather_chosen(expert_outputs(x, slots), _look_up(here, ids))
-        if self.capacity >= self.num_experts:  # then everything fits, always
-            return chosen, slots, jnp.int32(1)
+    def _planned(
+        self, before: SlotMap, counts: Array, state: OffloadState, position: int, routing: Routing
+    ) -> Placement:
+        """Who is loaded into which row."""
+        demand, policy = counts > 0, self.policy
+        if self.prefills and policy.admits:
+            order = ranks((counts,), jnp)
+            plan = Plan(order, order, jnp.ones(self.num_experts, bool))
+            return place(before, demand, plan, self.capacity, "select", contested=False)
+        gates = policy.gates(state.retention, routing, self.num_experts, jnp)
+        plan = policy.plan(state.retention, position, demand, counts, gates, before.resident, jnp)
+        return place(before, demand, plan, self.capacity, policy.mode, contested=policy.contested)
+
+    def _ltc(self, bank, own: LayerState, planned, missing: Array, x: Array, ids: Array):
+        """Loads what is missing, then one product over all rows.
+
+        If there is more than fits, what is over goes first, in rounds of its own through the staging rows.
+        """
+        everything_fits = self.capacity >= self.num_experts and self.policy.admits
+
+        def load_missing(carry):
+            _, slots, before, _, chosen, rounds = carry
+            plan = planned()
+            first = plan.admissions + jnp.minimum(plan.misses - plan.admissions, self.staging)
+            if not everything_fits:
+                slots, chosen, rounds = self._rounds(bank, slots, plan, first, x, ids, chosen)
+            slots = load(slots, bank, plan, 0, first)
+            here = with_loaded(jnp.where(plan.evicted, -1, before), plan, 0, first)
+            return jnp.bool_(False), slots, here, plan.after, chosen, rounds
+
+        nothing = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
+        start = (missing, own.slots, own.map.row_of, own.map, nothing, jnp.int32(1))
+        _, slots, here, after, chosen, rounds = lax.while_loop(lambda carry: carry[0], load_missing, start)
+        rows = look_up(here, ids)
+        now = gather_chosen(expert_outputs(x, slots), rows)
+        if not everything_fits:
+            now = jnp.where(rows[..., None] >= 0, now, chosen)
+        return now, LayerState(slots, after), rounds
+
+    def _rounds(self, bank, slots: ExpertWeights, plan: Placement, first: Array, x: Array, ids: Array, chosen: Array):
+        """Computes entries ``first`` and up of the plan's order, as many at a time as there are staging rows."""
 
         def unfinished(carry):
             return carry[0] < plan.misses
 
-        def another_round(carry):
+        def one_round(carry):
             done, rounds, slots, chosen = carry
             upto = jnp.minimum(done + self.staging, plan.misses)
-            slots = _load(slots, bank, plan, done, upto)
-            nobody = jnp.full_like(own.map.row_of, -1)
-            rows = _look_up(_with_loaded(nobody, plan, done, upto), ids)
+            slots = load(slots, bank, plan, done, upto)
+            rows = look_up(with_loaded(jnp.full(self.num_experts, -1, jnp.int32), plan, done, upto), ids)
             now = gather_chosen(expert_outputs(x, slots), rows)
             return upto, rounds + 1, slots, jnp.where(rows[..., None] >= 0, now, chosen)
 
-        _, rounds, slots, chosen = lax.while_loop(unfinished, another_round, (first, jnp.int32(1), slots, chosen))
-        return chosen, slots, rounds
+        _, rounds, slots, chosen = lax.while_loop(unfinished, one_round, (first, jnp.int32(1), slots, chosen))
+        return slots, chosen, rounds
 
-    def _stream(
-        self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array
-    ) -> tuple[Array, ExpertWeights, Array]:
+    def _stream(self, bank, own: LayerState, planned, missing: Array, x: Array, ids: Array):
         """One product over what is resident, then each missing expert alone, as it lands."""
-        chosen = gather_chosen(expert_outputs(x, own.slots), _look_up(own.map.row_of, ids))
-        return self._load_and_compute_each(bank, own.slots, plan, x, ids, chosen)
+        chosen = gather_chosen(expert_outputs(x, own.slots), look_up(own.map.row_of, ids))
 
-    def _sweep(
-        self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array
-    ) -> tuple[Array, ExpertWeights, Array]:
+        def serve_missing(carry):
+            _, slots, _, chosen = carry
+            plan = planned()
+            slots, chosen = self._load_and_compute_each(bank, slots, plan, x, ids, chosen)
+            return jnp.bool_(False), slots, plan.after, chosen
+
+        start = (missing, own.slots, own.map, chosen)
+        _, slots, after, chosen = lax.while_loop(lambda carry: carry[0], serve_missing, start)
+        return chosen, LayerState(slots, after), jnp.int32(1)
+
+    def _sweep(self, bank, own: LayerState, planned, missing: Array, x: Array, ids: Array):
         """Every wanted expert alone: the resident ones first, so that their rows may be reused."""
+        plan = planned()
         order = jnp.argsort(~plan.hit, stable=True)
 
         def compute_one(i, chosen):
             expert = order[i]
-            return _with_expert(chosen, ids, expert, _alone(x, own.slots, own.map.row_of[expert]))
+            return with_expert(chosen, ids, expert, alone(x, own.slots, own.map.row_of[expert]))
 
         empty = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
         chosen = lax.fori_loop(0, jnp.sum(plan.hit), compute_one, empty)
-        return self._load_and_compute_each(bank, own.slots, plan, x, ids, chosen)
+        slots, chosen = self._load_and_compute_each(bank, own.slots, plan, x, ids, chosen)
+        return chosen, LayerState(slots, plan.after), jnp.int32(1)
 
     def _load_and_compute_each(self, bank, slots, plan: Placement, x, ids, chosen):
         # All hits have been computed by now, so the row of an evicted expert may be overwritten; and a staging row is
         # used again only after its expert was computed.
         def load_and_compute(i, carry):
             slots, chosen = carry
-            slots = _load_one(slots, bank, plan.order[i], plan.rows[i])
-            return slots, _with_expert(chosen, ids, plan.order[i], _alone(x, slots, plan.rows[i]))
+            slots = load_one(slots, bank, plan.order[i], plan.rows[i])
+            return slots, with_expert(chosen, ids, plan.order[i], alone(x, slots, plan.rows[i]))
 
-        slots, chosen = lax.fori_loop(0, plan.misses, load_and_compute, (slots, chosen))
-        return chosen, slots, jnp.int32(1)
-
-
-def _load(slots: ExpertWeights, bank: ExpertWeights, plan: Placement, first: Any, upto: Any) -> ExpertWeights:
-    """Loads entries ``first .. upto`` of the plan's order."""
-    return lax.fori_loop(first, upto, lambda i, s: _load_one(s, bank, plan.order[i], plan.rows[i]), slots)
-
-
-def _load_one(slots: ExpertWeights, bank: ExpertWeights, expert: Array, row: Array) -> ExpertWeights:
-    """One expert from host memory into a row, in place. The slice moves as it is: anything done to it before would be
-    computed on the host."""
-
-    def move(rows: Array, experts: Array) -> Array:
-        origin = (0,) * (experts.ndim - 1)
-        one = lax.dynamic_slice(experts, (expert, *origin), (1, *experts.shape[1:]))
-        one = jax.device_put(one, jax.memory.Space.Device)
-        return lax.dynamic_update_slice(rows, one, (row, *origin))
-
-    return ExpertWeights(move(slots.gate_up, bank.gate_up), move(slots.down, bank.down))
-
-
-def _alone(x: Array, slots: ExpertWeights, row: Array) -> Array:
-    """Output ``[T, H]`` of the expert in one row."""
-    one = ExpertWeights(*(lax.dynamic_slice_in_dim(a, row, 1) for a in (slots.gate_up, slots.down)))
-    return expert_outputs(x, one)[0]
-
-
-def _with_expert(chosen: Array, ids: Array, expert: Array, output: Array) -> Array:
-    """``chosen [T, K, H]`` with ``output [T, H]`` wherever a token chose ``expert``."""
-    return jnp.where((ids == expert)[..., None], output[:, None, :], chosen)
-
-
-def _look_up(row_of: Array, ids: Array) -> Array:
-    """Row of each chosen expert, ``[T, K]``; -1 where it has none, or where the token does not count."""
-    return jnp.where(ids >= 0, row_of[jnp.maximum(ids, 0)], -1)
-
-
-def _with_loaded(row_of: Array, plan: Placement, first: Any, upto: Array) -> Array:
-    """``row_of [E]`` with entries ``first .. upto`` of the plan's order in their rows."""
-    index = jnp.arange(row_of.size)
-    loaded = (index >= first) & (index < upto)
-    return row_of.at[jnp.where(loaded, plan.order, row_of.size)].set(plan.rows, mode="drop")
+        return lax.fori_loop(0, plan.misses, load_and_compute, (slots, chosen))

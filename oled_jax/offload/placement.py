@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from oled_jax.model.numerics import Array
 from oled_jax.retention import Plan, step
@@ -27,9 +28,12 @@ class SlotMap:
     expert_in: Array
 
     @classmethod
-    def empty(cls, num_experts: int, rows: int) -> "SlotMap":
-        """Nothing is resident."""
-        return cls(jnp.full((num_experts,), -1, jnp.int32), jnp.full((rows,), -1, jnp.int32))
+    def holding(cls, experts: np.ndarray, num_experts: int, rows: int) -> "SlotMap":
+        """``experts [n]`` (ids) lie in the first n rows, in this order; the other rows are free."""
+        row_of, expert_in = np.full(num_experts, -1, np.int32), np.full(rows, -1, np.int32)
+        row_of[experts] = np.arange(len(experts))
+        expert_in[: len(experts)] = experts
+        return cls(jnp.asarray(row_of), jnp.asarray(expert_in))
 
     @property
     def resident(self) -> Array:
@@ -55,9 +59,10 @@ class Placement(NamedTuple):
     after: SlotMap
 
 
-def place(before: SlotMap, demand: Array, ranks: Plan, capacity: int, mode: str) -> Placement:
-    """Plans one layer's step; ``demand [E]`` bool, ``ranks`` of a retention policy, ``capacity`` N."""
-    outcome = step(before.resident, demand, ranks, capacity, jnp, mode=mode)
+def place(before: SlotMap, demand: Array, ranks: Plan, capacity: int, mode: str, *, contested: bool) -> Placement:
+    """Plans one layer's step; ``demand [E]`` bool, ``ranks`` of a retention policy, ``capacity`` N; ``mode`` and
+    ``contested`` as for ``oled_jax.retention.step``."""
+    outcome = step(before.resident, demand, ranks, capacity, jnp, mode=mode, contested=contested)
     hit, miss, admitted, evicted = outcome.hits, outcome.misses, outcome.admitted, outcome.evicted
     free = capacity - jnp.sum(before.resident, dtype=jnp.int32)
     admissions = jnp.sum(admitted, dtype=jnp.int32)

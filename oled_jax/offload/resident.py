@@ -1,27 +1,67 @@
 """Full residency: all experts of all layers on the device. The yardstick for every other placement."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
-from oled_jax.model.experts import ExpertWeights, combine_chosen, expert_outputs, gather_chosen
+import jax
+import jax.numpy as jnp
+
+from oled_jax.model.experts import (
+    ExpertWeights,
+    LayerTelemetry,
+    combine_chosen,
+    expert_counts,
+    expert_outputs,
+    gather_chosen,
+)
 from oled_jax.model.numerics import Array
+from oled_jax.retention.record import Routing, StepRecord
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResidentState:
+    """``forward`` int32 ``[]``: how many forwards there were."""
+
+    forward: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class ResidentExperts:
-    """Runner that holds every expert on the device; nothing is ever loaded, so it has no state and no telemetry."""
+    """Runner that holds every expert on the device; nothing is ever loaded, and no policy has a say."""
 
-    def init(self, weights: dict[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], tuple[()]]:
+    slots: ClassVar[None] = None
+    policy_label: ClassVar[None] = None
+    form: ClassVar[None] = None
+
+    def init(self, weights: dict[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], ResidentState]:
         """The weights themselves are the store."""
-        return weights, ()
+        return weights, ResidentState(jnp.int32(0))
 
     def for_prefill(self) -> "ResidentExperts":
         """Itself: there is nothing to place."""
         return self
 
+    def for_batch(self, state: ResidentState, sequences: int, xp: Any) -> ResidentState:
+        """Nothing is remembered of sequences."""
+        return state
+
     def run(
-        self, store: dict[int, ExpertWeights], state: Any, layer: int, x: Array, ids: Array, weights: Array
-    ) -> tuple[Array, Any, None]:
+        self,
+        store: dict[int, ExpertWeights],
+        state: ResidentState,
+        layer: int,
+        x: Array,
+        routing: Routing,
+        scale: float,
+    ) -> tuple[Array, ResidentState, LayerTelemetry]:
         """See ``ExpertRunner.run``; an expert's row is its id."""
-        chosen = gather_chosen(expert_outputs(x, store[layer]), ids)
-        return combine_chosen(chosen, ids, weights), state, None
+        num_experts = store[layer].down.shape[0]
+        chosen = gather_chosen(expert_outputs(x, store[layer]), routing.ids)
+        everyone = jnp.ones(num_experts, bool)
+        telemetry = LayerTelemetry(expert_counts(routing.ids, num_experts), everyone, everyone, jnp.int32(1))
+        return combine_chosen(chosen, routing.ids, routing.weights * scale), state, telemetry
+
+    def observe(self, state: ResidentState, record: StepRecord) -> ResidentState:
+        """Counts on."""
+        return ResidentState(state.forward + 1)

@@ -102,6 +102,10 @@ class RetentionPolicy(abc.ABC):
         OledError when a table of the policy does not fit the model.
         """
 
+    def for_batch(self, state: Any, sequences: int, xp: Any) -> Any:
+        """``state`` for a new batch of ``sequences`` rows: what was known of earlier sequences goes, the rest stays."""
+        return state
+
     def gates(self, state: Any, routing: Routing, num_experts: int, xp: Any) -> Array | None:
         """What the running forward's own routing says about the next one, int32 ``[..., E]`` in votes of 2^-16.
 

@@ -71,6 +71,11 @@ class VotingPolicy(TiedPolicy):
             xp.zeros((sequences, num_layers, num_experts), xp.int32),
         )
 
+    def _forgotten(self, standing: Standing, sequences: int, xp: Any) -> Standing:
+        """``standing`` without its sequences, with ``sequences`` empty rows instead."""
+        layers, experts = standing.recency.last.shape
+        return self._start(layers, experts, sequences, xp)._replace(recency=standing.recency)
+
     def _provisional(self, routing: Routing, num_experts: int, counted: Array, xp: Any) -> Array:
         """The running forward's own votes, int32 ``[..., E]``, of the tokens in ``counted`` bool ``[T]``.
 
@@ -133,6 +138,10 @@ class Oled(VotingPolicy):
     def init(self, num_layers: int, num_experts: int, capacity: int, xp: Any, *, sequences: int = 1) -> Standing:
         """No priorities yet."""
         return self._start(num_layers, num_experts, sequences, xp)
+
+    def for_batch(self, state: Standing, sequences: int, xp: Any) -> Standing:
+        """Recency stays."""
+        return self._forgotten(state, sequences, xp)
 
     def gates(self, state: Standing, routing: Routing, num_experts: int, xp: Any) -> Array:
         """The provisional priorities P~ of the running forward."""
@@ -242,6 +251,11 @@ class Status(VotingPolicy):
             xp.full(sequences, False),
             xp.asarray(table),
         )
+
+    def for_batch(self, state: StatusState, sequences: int, xp: Any) -> StatusState:
+        """Recency and the boundary set stay."""
+        standing = self._forgotten(state.standing, sequences, xp)
+        return state._replace(standing=standing, finishing=xp.full(sequences, False))
 
     def gates(self, state: StatusState, routing: Routing, num_experts: int, xp: Any) -> Array:
         """The running forward's votes, of the sequences that are not at the end of their block."""

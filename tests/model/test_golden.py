@@ -8,9 +8,7 @@ import pytest
 from oled_jax.checkpoint import open_checkpoint
 from oled_jax.loading import load_weights
 from oled_jax.model.kv_cache import KVCache
-from oled_jax.model.transformer import Experts
-from oled_jax.offload.resident import ResidentExperts
-from tests.golden_fixtures import BFLOAT16, FLOAT32, GOLDEN, forward
+from tests.golden_fixtures import BFLOAT16, FLOAT32, GOLDEN, forward, resident_seam
 
 
 @pytest.fixture(scope="module", params=(*FLOAT32, BFLOAT16))
@@ -26,7 +24,7 @@ def run(request):
         batch, length = tokens.shape
         cache = KVCache.zeros(config, batch, length, model.dtype)
         start, valid = jnp.zeros(batch, jnp.int32), jnp.ones((batch, length), bool)
-        seam = Experts(ResidentExperts(), experts, ())
+        seam = resident_seam(experts, tokens)
         out = model(tokens, start, valid, cache, seam, block_length=int(fixture["block_length"]), window=0)
         return model.head(out.hidden), out
 
@@ -52,7 +50,7 @@ def test_hidden_states_and_router(run):
         np.testing.assert_allclose(np.asarray(state), fixture[f"hidden_{index}"], atol=5e-4, rtol=0)
     for layer, record in zip(config.moe_layers, out.records, strict=True):
         ids = np.asarray(record.ids).reshape(-1, config.num_experts_per_tok)
-        weights = np.asarray(record.weights).reshape(ids.shape)
+        weights = np.asarray(record.weights).reshape(ids.shape) * config.routed_scaling_factor
         order = np.argsort(ids, axis=-1)
         np.testing.assert_array_equal(np.take_along_axis(ids, order, -1), fixture[f"router_idx_{layer}"])
         expected = fixture[f"router_weight_{layer}"]
@@ -95,7 +93,7 @@ def test_bfloat16_first_layer_is_exact_but_for_the_fixture_s_own_rotary_rounding
     def compute(model, experts, tokens):
         cache = KVCache.zeros(config, *tokens.shape, model.dtype)
         start, valid = jnp.zeros(tokens.shape[0], jnp.int32), jnp.ones(tokens.shape, bool)
-        seam = Experts(ResidentExperts(), experts, ())
+        seam = resident_seam(experts, tokens)
         return model(tokens, start, valid, cache, seam, block_length=8, window=0)
 
     assert first_layer_equal(jax.jit(compute)(model, experts, tokens)) > 0.99

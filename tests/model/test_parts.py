@@ -86,7 +86,7 @@ def numpy_route(config: ModelConfig, x, weight, bias) -> list[tuple[list[int], l
             keep = {e for g in best for e in range(g * size, (g + 1) * size)}
         chosen = sorted(keep, key=lambda e: -row[e])[: config.num_experts_per_tok]
         picked = scores[t, chosen]
-        out.append((chosen, picked / picked.sum() * config.routed_scaling_factor))
+        out.append((chosen, picked / picked.sum()))
     return out
 
 

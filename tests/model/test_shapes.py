@@ -11,8 +11,8 @@ from oled_jax.checkpoint import layout
 from oled_jax.config import ModelConfig, preset_names
 from oled_jax.model.experts import ExpertWeights
 from oled_jax.model.kv_cache import KVCache
-from oled_jax.model.transformer import Experts, LLaDA2
-from oled_jax.offload.resident import ResidentExperts
+from oled_jax.model.transformer import LLaDA2
+from tests.golden_fixtures import resident_seam
 
 PARAMETERS = {"mini": 16_255_643_392, "flash": 102_889_705_216}
 TENSORS = {"mini": 14_813, "flash": 24_161}
@@ -44,7 +44,7 @@ def test_full_size_forward_has_the_right_shapes(preset):
     def step(state, experts, tokens, start, valid):
         model = nnx.merge(graphdef, state)
         cache = KVCache.zeros(config, batch, 1024, jnp.bfloat16)
-        seam = Experts(ResidentExperts(), experts, ())
+        seam = resident_seam(experts, tokens)
         out = model(tokens, start, valid, cache, seam, block_length=32, window=1024)
         return (
             model.head(out.hidden),

@@ -13,11 +13,12 @@ from oled_jax.offload.placement import SlotMap, place
 from oled_jax.retention import Plan
 
 EXPERTS = 8
+NOBODY = np.zeros(0, np.int32)
 
 
 @functools.cache
 def planner(capacity: int, mode: str):
-    return jax.jit(lambda before, demand, ranks: place(before, demand, ranks, capacity, mode))
+    return jax.jit(lambda before, demand, ranks: place(before, demand, ranks, capacity, mode, contested=False))
 
 
 def expected(resident: set, demand: set, keep, admit, may_admit, capacity: int, mode: str) -> tuple[set, set]:
@@ -49,7 +50,7 @@ steps = st.lists(
 @given(steps, st.sampled_from([1, 3, 8]), st.sampled_from(["protect", "select"]))
 def test_streams_of_demand(stream, capacity, mode):
     staging = 2
-    state = SlotMap.empty(EXPERTS, capacity + staging)
+    state = SlotMap.holding(NOBODY, EXPERTS, capacity + staging)
     resident: set[int] = set()
     for demand, keep, admit, may_admit in stream:
         mask = np.isin(np.arange(EXPERTS), list(demand))
@@ -89,7 +90,7 @@ def check_map(state, resident: set, capacity: int) -> None:
 
 
 def test_admission_follows_its_own_rank_in_protect():
-    state = SlotMap.empty(EXPERTS, 3)
+    state = SlotMap.holding(NOBODY, EXPERTS, 3)
     ranks = Plan(jnp.arange(EXPERTS), jnp.arange(EXPERTS)[::-1], jnp.ones(EXPERTS, bool))
     plan = planner(2, "protect")(state, jnp.arange(EXPERTS) > 3, ranks)
     assert np.flatnonzero(plan.admitted).tolist() == [4, 5]
@@ -100,7 +101,7 @@ def test_admission_follows_its_own_rank_in_protect():
 @pytest.mark.parametrize("mode", ["protect", "select"])
 def test_no_demand_changes_nothing(mode):
     state = planner(3, mode)(
-        SlotMap.empty(EXPERTS, 5),
+        SlotMap.holding(NOBODY, EXPERTS, 5),
         jnp.arange(EXPERTS) < 2,
         Plan(jnp.arange(EXPERTS), jnp.arange(EXPERTS), jnp.ones(EXPERTS, bool)),
     ).after
