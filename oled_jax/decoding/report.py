@@ -14,8 +14,8 @@ from jax import lax
 
 from oled_jax.config import ModelConfig
 from oled_jax.decoding.rule import BlockState
+from oled_jax.model.experts import LayerTelemetry
 from oled_jax.model.numerics import Array
-from oled_jax.model.transformer import LayerRecord
 from oled_jax.retention.record import JUST_COMMITTED, MASKED, PROMPT, SETTLED, Routing, StepRecord
 
 
@@ -39,11 +39,11 @@ def status_after(old: BlockState, new: BlockState, mask_id: Array) -> Array:
 
 
 def record_of(
-    forward: Array, records: list[LayerRecord], valid: Array, *, confidence, status, tokens, **of_rows
+    forward: Array, records: list[LayerTelemetry], valid: Array, *, confidence, status, tokens, **of_rows
 ) -> StepRecord:
     """One forward as retention policies see it; arrays over tokens ``[B, T]`` are flattened, layers stacked."""
 
-    def over_layers(read: Callable[[LayerRecord], Array]) -> Array:
+    def over_layers(read: Callable[[LayerTelemetry], Array]) -> Array:
         return jnp.stack([read(record) for record in records])
 
     layers, count = len(records), valid.size
@@ -56,11 +56,11 @@ def record_of(
         status=status.reshape(-1),
         tokens=tokens.reshape(-1),
     )
-    before, after = over_layers(lambda r: r.telemetry.before), over_layers(lambda r: r.telemetry.after)
+    before, after = over_layers(lambda r: r.before), over_layers(lambda r: r.after)
     return StepRecord(
         forward=forward,
         **of_rows,
-        counts=over_layers(lambda r: r.telemetry.counts),
+        counts=over_layers(lambda r: r.counts),
         resident=before,
         admitted=after & ~before,
         evicted=before & ~after,
@@ -68,9 +68,9 @@ def record_of(
     )
 
 
-def rounds_of(records: list[LayerRecord]) -> Array:
+def rounds_of(records: list[LayerTelemetry]) -> Array:
     """Rounds of each MoE layer, int32 ``[L]``."""
-    return jnp.stack([record.telemetry.rounds for record in records])
+    return jnp.stack([record.rounds for record in records])
 
 
 def packed(report: Report) -> Array:

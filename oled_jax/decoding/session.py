@@ -36,6 +36,7 @@ class ExpertSession:
         self._runner = runner
         self._new_manager = new_manager
         self._numbered = 0
+        self._weights = experts
         self.store, self.state = runner.init(experts)
         self._manager = new_manager() if new_manager else None
         self._on_record: Callable[[StepRecord], None] | None = None
@@ -49,7 +50,7 @@ class ExpertSession:
         ``on_record`` is called with the record of every forward, prefill included.
         """
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)):
-            _, self.state = self._runner.init(self.store)
+            _, self.state = self._runner.init(self._weights)
             self._manager = self._new_manager() if self._new_manager else None
         if self._manager:
             self.state = self._runner.with_retention(self.state, self._manager.begin(sequences))
@@ -78,7 +79,7 @@ class ExpertSession:
         """What the experts cost since ``begin``."""
         self._count()
         seconds = self._manager.seconds - self._seconds_before if self._manager else 0.0
-        expert = jax.tree.map(lambda array: array.nbytes // array.shape[0], next(iter(self.store.values())))
+        expert = jax.tree.map(lambda array: array.nbytes // array.shape[0], next(iter(self._weights.values())))
         return self._counter.metrics(self._runner, expert.gate_up + expert.down, seconds)
 
     def _count(self) -> None:

@@ -33,10 +33,13 @@ class ExpertWeights:
 class LayerTelemetry:
     """What one MoE layer did in one forward.
 
-    ``counts [E]`` int32: tokens per expert; ``before``, ``after [E]`` bool: residents before and after it; ``rounds``
-    int32 scalar: products over the slots (1, unless the layer wanted more experts than it has rows).
+    ``ids [T, K]`` int32 and ``weights [T, K]`` float32: the routing as it was served; ``counts [E]`` int32: tokens per
+    expert; ``before``, ``after [E]`` bool: residents before and after the forward; ``rounds`` int32 scalar: products
+    over the slots (1, unless the layer wanted more experts than it has rows).
     """
 
+    ids: Array
+    weights: Array
     counts: Array
     before: Array
     after: Array

@@ -43,28 +43,18 @@ class Experts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LayerRecord:
-    """What one MoE layer did: ``ids [B, T, K]``, ``weights [B, T, K]`` float32 (normalised), the runner's telemetry."""
-
-    ids: Array
-    weights: Array
-    telemetry: LayerTelemetry
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Forward:
     """Result of one forward. Whatever a caller leaves unused, the compiler removes.
 
     ``hidden [B, T, H]`` after the final norm; ``keys`` and ``values`` of the tokens, ``[L, B, T, KV, D]``;
-    ``states`` the residual stream before each layer (L arrays); ``records`` one per MoE layer, in order.
+    ``states`` the residual stream before each layer (L arrays); ``records`` what each MoE layer did, in order.
     """
 
     hidden: Array
     keys: Array
     values: Array
     states: list[Array]
-    records: list[LayerRecord]
+    records: list[LayerTelemetry]
 
 
 class Embedding(nnx.Module):
@@ -89,7 +79,7 @@ class MoE(nnx.Module):
 
     def __call__(
         self, x: Array, tokens: Array, valid: Array, layer: int, experts: Experts
-    ) -> tuple[Array, LayerRecord]:
+    ) -> tuple[Array, LayerTelemetry]:
         batch, length, hidden = x.shape
         with jax.named_scope("router"):
             ids, weights = self.gate(x, valid)
@@ -103,7 +93,7 @@ class MoE(nnx.Module):
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):
                 y = add(y, self.shared_experts(x))
-        return y, LayerRecord(ids, weights, telemetry)
+        return y, telemetry
 
 
 class Layer(nnx.Module):
@@ -122,7 +112,7 @@ class Layer(nnx.Module):
 
     def __call__(
         self, h: Array, rotary, cached, masks, tokens: Array, valid: Array, experts: Experts
-    ) -> tuple[Array, Array, Array, LayerRecord | None]:
+    ) -> tuple[Array, Array, Array, LayerTelemetry | None]:
         with jax.named_scope("attention"):
             attended, keys, values = self.attention(self.input_layernorm(h), rotary, cached, masks)
             h = add(h, attended)

@@ -141,7 +141,8 @@ class OffloadedExperts:
         missing = jnp.any((counts > 0) & ~own.map.resident)
         chosen, after, rounds = compute(store[layer], own, planned, missing, x, ids)
         y = combine_chosen(chosen, ids, routing.weights * scale)
-        telemetry = LayerTelemetry(counts, own.map.resident, after.map.resident, rounds)
+        held = (own.map.resident, after.map.resident)
+        telemetry = LayerTelemetry(ids, routing.weights, counts, *held, rounds)
         return y, dataclasses.replace(state, layers={**state.layers, layer: after}), telemetry
 
     def observe(self, state: OffloadState, record: StepRecord) -> OffloadState:

@@ -59,7 +59,8 @@ class ResidentExperts:
         num_experts = store[layer].down.shape[0]
         chosen = gather_chosen(expert_outputs(x, store[layer]), routing.ids)
         everyone = jnp.ones(num_experts, bool)
-        telemetry = LayerTelemetry(expert_counts(routing.ids, num_experts), everyone, everyone, jnp.int32(1))
+        counts = expert_counts(routing.ids, num_experts)
+        telemetry = LayerTelemetry(routing.ids, routing.weights, counts, everyone, everyone, jnp.int32(1))
         return combine_chosen(chosen, routing.ids, routing.weights * scale), state, telemetry
 
     def observe(self, state: ResidentState, record: StepRecord) -> ResidentState:

@@ -63,7 +63,7 @@ def test_full_size_forward_has_the_right_shapes(preset):
     assert logits.shape == (batch, tokens, config.vocab_size)
     assert logits.dtype == jnp.float32
     assert cache.keys.shape == (config.num_hidden_layers, batch, 1024, config.num_key_value_heads, 128)
-    assert [i.shape for i in ids] == [(batch, tokens, 8)] * (config.num_hidden_layers - 1)
+    assert [i.shape for i in ids] == [(batch * tokens, 8)] * (config.num_hidden_layers - 1)
 
 
 EXPERT_KEYS = (layout.gate_up_key, layout.down_key)
