@@ -1,94 +1,39 @@
-"""The command ``oled-convert``: to-orbax, to-hf, inspect, compare.
+"""The command ``oled-convert``: to-orbax, to-hf, inspect, compare. How one runs and ends is ``oled_jax.cli.running``.
 
-Promises: exit code 0 for success, 1 when ``compare`` finds a difference, 2 and one line for a user's mistake or a full
-disk, 130 and one line for an interruption, 141 in silence when the reader of its output has gone. Never starts an
-accelerator's backend, so that it runs beside a busy one.
+Promises: exit code 1 when ``compare`` finds a difference, 0 for every other success. Never starts an accelerator's
+backend, so that it runs beside a busy one. What an interrupt leaves is named, and the same command resumes it. What
+takes time to import is imported by the command that was chosen.
 """
 
 import argparse
 import json
-import os
-import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from oled_jax.checkpoint import PARTIAL_SUFFIX, open_checkpoint
-from oled_jax.convert.comparison import compare
-from oled_jax.convert.inspection import as_text, inspect
-from oled_jax.convert.staging import check_destination
-from oled_jax.convert.to_hf import to_hf
-from oled_jax.convert.to_orbax import to_orbax
-from oled_jax.errors import OledError
-from oled_jax.progress import ProgressLine, format_bytes
-from oled_jax.version import __version__
+from oled_jax.cli.running import Parser, argument_type, command_parser, run_command
+from oled_jax.progress import ProgressLine, counted, format_bytes, parse_bytes
 
 EXIT_DIFFERENT = 1
-EXIT_MISTAKE = 2
-EXIT_INTERRUPTED = 128 + 2  # what a shell reports for a command that SIGINT ended
-EXIT_BROKEN_PIPE = 128 + 13  # the same for SIGPIPE
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with ``argv`` (default: the process's arguments) and returns its exit code."""
-    arguments = argparse.Namespace()
-    try:
-        try:
-            _parser().parse_args(argv, arguments)
-            # Orbax asks jax which process it is, and that starts a backend.
-            import jax
+    """Runs the command line ``argv`` and returns its exit code.
 
-            jax.config.update("jax_platforms", "cpu")
-            return arguments.run(arguments)
-        finally:
-            sys.stdout.flush()  # a closed pipe shows here and not when the interpreter ends
-    except BrokenPipeError:
-        # The interpreter flushes standard output once more when it ends, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
-    except (OledError, OSError) as error:
-        print(f"oled-convert: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_MISTAKE
-    except KeyboardInterrupt:
-        print(f"oled-convert: interrupted{_kept(arguments)}", file=sys.stderr)
-        return EXIT_INTERRUPTED
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as "5GB", "500MB" (decimal, as Hugging Face counts) or "2GiB"."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) *([KMGT]?B|[KMG]iB)?", text.strip(), re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[(match[2] or "B").upper()]) if match else 0
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write for example 5GB, 500MB or 2GiB")
-    return size
+    Without ``argv`` it is the command line of the process, which is then owned and, after an interrupt, ended by it.
+    """
+    return run_command("oled-convert", _parser, argv, left_behind=_kept)
 
 
 def _kept(arguments: argparse.Namespace) -> str:
     """What an interrupted command has left, in words."""
-    if "destination" not in arguments:
+    if "partial" not in arguments or not arguments.partial.exists():
         return ""
-    partial = Path(f"{arguments.destination}{PARTIAL_SUFFIX}")
-    return f"; finished work is kept in {partial}, and the same command resumes it" if partial.exists() else ""
+    return f"; finished work is kept in {arguments.partial}, and the same command resumes it"
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing its usage, so that a mistake is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise OledError(f"{message} (see {self.prog} --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="oled-convert",
-        description="Converts, inspects and compares LLaDA2.x checkpoints, streaming.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"oled-convert {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+def _parser() -> Parser:
+    description = "Converts, inspects and compares LLaDA2.x checkpoints, streaming."
+    parser, commands = command_parser("oled-convert", description)
 
     command = commands.add_parser("to-orbax", help="published Hugging Face layout to a converted folder")
     _add_folders(command)
@@ -97,7 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("to-hf", help="any checkpoint to the published Hugging Face layout")
     _add_folders(command)
     command.add_argument(
-        "--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help="largest shard (default: 5GB)"
+        "--max-shard-size",
+        type=argument_type(parse_bytes),
+        default="5GB",
+        metavar="SIZE",
+        help="largest shard (default: 5GB)",
     )
     command.set_defaults(run=_to_hf)
 
@@ -122,14 +71,23 @@ def _add_folders(command: argparse.ArgumentParser) -> None:
 
 
 def _to_orbax(arguments: argparse.Namespace) -> int:
+    from oled_jax.convert.to_orbax import to_orbax
+
     return _convert(arguments, to_orbax)
 
 
 def _to_hf(arguments: argparse.Namespace) -> int:
+    from oled_jax.convert.to_hf import to_hf
+
     return _convert(arguments, to_hf, arguments.max_shard_size)
 
 
-def _convert(arguments: argparse.Namespace, function, *settings: int) -> int:
+def _convert(arguments: argparse.Namespace, function: Callable[..., None], *settings: int) -> int:
+    from oled_jax.checkpoint import PARTIAL_SUFFIX, open_checkpoint
+    from oled_jax.convert.staging import check_destination
+
+    _stay_on_the_cpu()
+    arguments.partial = Path(f"{arguments.destination}{PARTIAL_SUFFIX}")  # for _kept, which must not import
     check_destination(arguments.source, arguments.destination)  # before the many headers of the source are read
     line = ProgressLine("converting")
     try:
@@ -143,6 +101,10 @@ def _convert(arguments: argparse.Namespace, function, *settings: int) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    from oled_jax.checkpoint import open_checkpoint
+    from oled_jax.convert.inspection import as_text, inspect
+
+    _stay_on_the_cpu()
     with open_checkpoint(arguments.source) as source:
         facts = inspect(source)
     print(json.dumps(facts, indent=1) if arguments.json else as_text(facts))
@@ -150,6 +112,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    from oled_jax.checkpoint import open_checkpoint
+    from oled_jax.convert.comparison import compare
+    from oled_jax.convert.inspection import inspect
+
+    _stay_on_the_cpu()
     line = ProgressLine("comparing")
     try:
         with open_checkpoint(arguments.a) as a, open_checkpoint(arguments.b) as b:
@@ -159,5 +126,13 @@ def _compare(arguments: argparse.Namespace) -> int:
         line.close()
     for difference in differences:
         print(difference)
-    print(f"{len(differences)} differences" if differences else f"equal: config and {tensors:,} tensors")
+    number = counted(len(differences), "difference")
+    print(number if differences else f"equal: config and {counted(tensors, 'tensor')}")
     return EXIT_DIFFERENT if differences else 0
+
+
+def _stay_on_the_cpu() -> None:
+    """Orbax asks jax which process it is, and that starts a backend."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from oled_jax.checkpoint import Checkpoint, layout
+from oled_jax.progress import counted
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def as_text(facts: dict[str, Any]) -> str:
     experts = f"{c['num_experts']} of width {c['moe_intermediate_size']}, top {c['num_experts_per_tok']}, {routing}"
     rows = {
         "path": facts["path"],
-        "format": f"{facts['format']}, {facts['layout']}, {facts['files']} files",
+        "format": f"{facts['format']}, {facts['layout']}, {counted(facts['files'], 'file')}",
         "dtype": f"weights {facts['weight_dtype']}, expert biases {facts['bias_dtype']}",
         "tensors": f"{facts['tensors']:,} ({facts['stored_tensors']:,} as stored)",
         "parameters": f"{facts['parameters']:,}",

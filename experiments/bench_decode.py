@@ -9,7 +9,6 @@ monitoring events, not assumed. ``--json FILE`` keeps the numbers.
 """
 
 import argparse
-import functools
 import json
 import statistics
 import sys
@@ -18,31 +17,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from random_engine import random_weights
 
 from oled_jax import Engine, ModelConfig, Threshold
 from oled_jax.errors import OledError
-from oled_jax.model.experts import ExpertWeights
-from oled_jax.model.transformer import LLaDA2
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
-
-def random_engine(config: ModelConfig, dtype: jnp.dtype, context_length: int, seed: int = 0) -> Engine:
-    """An engine with random weights, made on the device."""
-    model = LLaDA2(config, dtype=dtype, rngs=nnx.Rngs(seed))
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def normal(key, shape):
-        return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-    width, hidden = config.moe_intermediate_size, config.hidden_size
-    experts = {}
-    for layer in config.moe_layers:
-        keys = jax.random.split(jax.random.key(seed + 1 + layer))
-        gate_up = normal(keys[0], (config.num_experts, 2 * width, hidden))
-        experts[layer] = ExpertWeights(gate_up, normal(keys[1], (config.num_experts, width, hidden)))
-    return Engine(model, experts, context_length=context_length)
 
 
 def main() -> None:
@@ -65,7 +45,7 @@ def main() -> None:
         config = ModelConfig.from_preset(args.preset)
         if args.layers:
             config = ModelConfig.from_hf({**config.to_hf(), "num_hidden_layers": args.layers})
-        engine = random_engine(config, jnp.dtype(args.dtype), context)
+        engine = Engine(*random_weights(config, jnp.dtype(args.dtype)), context_length=context)
     else:
         engine = Engine.load(args.model, dtype=args.dtype, context_length=context)
     # A threshold that nothing exceeds: every block takes its 32 forwards, whatever the weights.

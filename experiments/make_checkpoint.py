@@ -22,16 +22,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from byte_tokenizer import ENDOFTEXT, MASK, ROLE_END, special_tokens, tokenizer_files
 
 from oled_jax.checkpoint import layout
 from oled_jax.checkpoint.safetensors_file import SafetensorsWriter
+from oled_jax.cli.running import Parser, argument_type
 from oled_jax.config import ModelConfig, preset_names
 from oled_jax.errors import OledError
-from oled_jax.progress import ProgressLine
+from oled_jax.progress import ProgressLine, parse_bytes
 from oled_jax.special_ids import PUBLISHED_VOCAB_SIZE
 
 # Without these three a random model gives every masked position the same token and the same experts: all of them embed
@@ -42,7 +42,7 @@ QUERY_KEY_GAIN = 2.0
 HEAD_GAIN = 8.0
 
 _CHUNK = 2**18  # elements made and written at a time, about
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_FLOAT32_BIAS = ("llada2.1", "llada2.2")  # releases whose published expert_bias is float32; the others' is bfloat16
 
 # Option, field of ModelConfig, help.
 _OVERRIDES = (
@@ -234,23 +234,6 @@ def _write_shards(folder: Path, shards: dict[str, list[Entry]], weights: RandomW
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def parse_bytes(text: str) -> int:
-    """ "200MB", "5GB", "2GiB" or plain bytes, as a number of bytes; at least one."""
-    number = text.strip().upper()
-    unit = 1
-    for suffix, size in _UNITS.items():
-        if number.endswith(suffix):
-            number, unit = number.removesuffix(suffix), size
-            break
-    try:
-        value = int(float(number) * unit)
-    except (ValueError, OverflowError):
-        value = 0
-    if value < 1:
-        raise OledError(f"--max-shard-size is {text!r}, expected a size such as 200MB, 5GB or 2GiB")
-    return value
-
-
 def config_from_arguments(arguments: argparse.Namespace) -> ModelConfig:
     """The preset with the overrides applied; ConfigError when they do not hold together."""
     given = {field: getattr(arguments, field) for _, field, _ in _OVERRIDES}
@@ -258,16 +241,17 @@ def config_from_arguments(arguments: argparse.Namespace) -> ModelConfig:
     return dataclasses.replace(ModelConfig.from_preset(arguments.preset), dtype=arguments.dtype, **changes)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OledError(f"{message} (see --help)")
+def published_bias_dtype(preset: str, dtype: str) -> str:
+    """The dtype of ``expert_bias`` in the published checkpoint of a preset, written with ``dtype`` weights.
+
+    float32 for LLaDA2.1 and 2.2; LLaDA2.0 stores it like everything else.
+    """
+    return "float32" if preset.startswith(_FLOAT32_BIAS) else dtype
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line; raises OledError where argparse would print its usage."""
-    p = _Parser(
-        description="Writes a LLaDA2.x checkpoint with random weights in the published layout.", allow_abbrev=False
-    )
+    p = Parser(description="Writes a LLaDA2.x checkpoint with random weights in the published layout.")
     p.add_argument("destination", type=Path, metavar="DST", help="folder to write; must not exist")
     p.add_argument("--preset", default="llada2.0-mini", help=f"{', '.join(preset_names())} (default: %(default)s)")
     for option, field, text in _OVERRIDES:
@@ -276,10 +260,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--bias-dtype",
         choices=sorted(layout.DTYPES),
-        help="of expert_bias; published: bfloat16 in 2.0, float32 in 2.1 and 2.2 (default: --dtype)",
+        help="of expert_bias (default: as published: float32 for the presets of 2.1 and 2.2, else --dtype)",
     )
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="such as 200MB (default: %(default)s)")
+    p.add_argument(
+        "--max-shard-size",
+        type=argument_type(parse_bytes),
+        default="5GB",
+        metavar="SIZE",
+        help="such as 200MB (default: %(default)s)",
+    )
     return p
 
 
@@ -289,18 +279,22 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = parser().parse_args(argv)
         config = config_from_arguments(arguments)
+        bias_dtype = arguments.bias_dtype or published_bias_dtype(arguments.preset, config.dtype)
         total = make_checkpoint(
             arguments.destination,
             config,
-            bias_dtype=arguments.bias_dtype,
+            bias_dtype=bias_dtype,
             seed=arguments.seed,
-            max_shard_bytes=parse_bytes(arguments.max_shard_size),
+            max_shard_bytes=arguments.max_shard_size,
         )
     except OledError as error:
         print(f"make_checkpoint: error: {error}", file=sys.stderr)
         return 2
     tensors, rate = len(layout.published_shapes(config)), total / 1e6 / (time.monotonic() - start)
-    print(f"{arguments.destination}: {tensors:,} tensors, {total:,} bytes, {rate:,.0f} MB/s")
+    print(
+        f"{arguments.destination}: {tensors:,} tensors ({config.dtype}, expert_bias {bias_dtype}), {total:,} bytes, "
+        f"{rate:,.0f} MB/s"
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a person sees on a terminal: a block of masks turning into text, and a summary line.
+"""What a person sees on a terminal: a block of masks turning into text, what is being compiled, and a summary line.
 
 ``LiveText`` redraws the end of an answer in place with three ANSI sequences (cursor up, carriage return, erase below).
 Its promises: rows that are final are written once and never touched again, so that the scrollback holds the answer;
@@ -10,11 +10,15 @@ A stream that is no terminal gets no ``LiveText``.
 """
 
 import shutil
+import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from oled_jax.progress import counted, format_bytes
+
 MASK_CHARACTER = "░"
+PLAIN_MASK_CHARACTER = "#"  # on a terminal whose encoding lacks the other
 _REPLACEMENT = "\ufffd"
 _TAB = "    "
 
@@ -32,11 +36,17 @@ class LiveText:
         self._decode = decode
         self._mask_id = mask_id
         self._separator = separator
+        self._mask = MASK_CHARACTER if _shows(stream, MASK_CHARACTER) else PLAIN_MASK_CHARACTER
         self._committed: list[int] = []
         self._block: int | None = None
         self._block_tokens: list[int] = []
         self._frozen = 0  # characters of the answer's printable text that are written for good
         self._live_rows = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the cursor stands in a row of the answer."""
+        return self._live_rows > 0
 
     def step(self, block: int, tokens: Sequence[int]) -> None:
         """Shows ``tokens`` as the present state of block ``block``, without the positions that belong to the prompt.
@@ -56,6 +66,7 @@ class LiveText:
         self._redraw([row for row, _ in self._rows(text, shutil.get_terminal_size().columns)])
         self._stream.write("\n")
         self._stream.flush()
+        self._live_rows = 0
 
     def _freeze(self, columns: int) -> None:
         # The last row may still grow, and an incomplete character at its end may still change: both stay live.
@@ -74,7 +85,7 @@ class LiveText:
             if token != self._mask_id:
                 runs[-1].append(token)
                 continue
-            parts += [self._decode(runs[-1]), MASK_CHARACTER]
+            parts += [self._decode(runs[-1]), self._mask]
             runs.append([])
         parts.append(self._decode(runs[-1]))
         return self._separator.join(part for part in parts if part)
@@ -109,17 +120,58 @@ class LiveText:
         return [*rows, (row, position)]
 
 
+class CompileLine:
+    """Called with a program's name when it is about to be compiled, which may take minutes: says so on a terminal.
+
+    The line stands until ``clear``, below the rows of ``live`` if that is open. ``out`` is standard error by default;
+    where that is no terminal, nothing is shown.
+    """
+
+    def __init__(self, out: TextIO | None = None):
+        self.live: LiveText | None = None
+        self._out = sys.stderr if out is None else out
+        self._terminal = self._out.isatty()
+        self._count = 0
+        self._start: str | None = None  # what went before the line, if there is one
+
+    def __call__(self, name: str) -> None:
+        self._count += 1
+        if not self._terminal:
+            return
+        if self._start is None:
+            self._start = "\n" if self.live is not None and self.live.is_open else ""
+            self._out.write(self._start)
+        self._out.write(f"\rcompiling program {self._count} ({name}) ...\x1b[K")
+        self._out.flush()
+
+    def clear(self) -> None:
+        """Removes the line and puts the cursor back into the row where it stood."""
+        if self._start is not None:
+            self._out.write("\r\x1b[K" + ("\x1b[1A" if self._start else ""))
+            self._out.flush()
+            self._start = None
+
+
 def summary(metrics: dict[str, Any], *, finished: bool) -> str:
     """One line about a generation, from ``GenerationMetrics.to_json()``."""
     parts = [
-        f"{metrics['generated_tokens']} tokens",
-        f"{metrics['num_forwards']} forwards",
+        counted(metrics["generated_tokens"], "token"),
+        counted(metrics["num_forwards"], "forward"),
         f"{_figure(metrics['tokens_per_forward'])} tokens/forward",
         f"{_figure(metrics['ms_per_forward'])} ms/forward",
         f"{_figure(metrics['tokens_per_second'])} tokens/s",
     ]
+    experts = metrics["experts"]
+    if experts["policy"] is not None:
+        decode = experts["decode"]
+        misses = sum(decode["misses"]) / max(1, decode["forwards"] * len(decode["misses"]))
+        parts.append(
+            f"{experts['experts_on_device']} of {experts['num_experts']} experts on the device "
+            f"({_figure(experts['slots_per_working_set'])} of the working set), hit rate {decode['hit_rate']:.1%}, "
+            f"{_figure(misses)} misses per layer and forward, {format_bytes(experts['bytes_moved'])} loaded"
+        )
     if metrics["masks_left"]:
-        parts.append(f"{metrics['masks_left']} masks left undecided")
+        parts.append(f"{counted(metrics['masks_left'], 'mask')} left undecided")
     parts.append("finished" if finished else "cut at the length limit")
     return ", ".join(parts)
 
@@ -135,6 +187,14 @@ def cell_width(character: str) -> int:
     if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _shows(stream: TextIO, character: str) -> bool:
+    try:
+        character.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _figure(value: float) -> str:

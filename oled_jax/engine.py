@@ -28,9 +28,10 @@ from oled_jax.loading import backend, load_weights
 from oled_jax.model.experts import ExpertRunner, ExpertWeights
 from oled_jax.model.kv_cache import KVCache
 from oled_jax.model.transformer import LLaDA2
-from oled_jax.offload.budget import Budget, choose_budget
+from oled_jax.offload.budget import choose_budget
 from oled_jax.offload.offloaded import LOAD_THEN_COMPUTE
 from oled_jax.offload.resident import ResidentExperts
+from oled_jax.planner import Plan
 from oled_jax.retention import RetentionPolicy, StepRecord
 from oled_jax.retention.manager import RetentionManager
 from oled_jax.special_ids import SpecialIds, find_special_ids
@@ -46,7 +47,8 @@ class Engine:
     """A loaded LLaDA2.x model. ``Engine.load`` makes one from a checkpoint folder.
 
     ``config``: the model's; ``context_length``: positions that a prompt and its answer may take together; ``path``:
-    the checkpoint folder; ``programs``: the compiled programs, for whoever counts compilations.
+    the checkpoint folder; ``programs``: the compiled programs, for whoever counts compilations; ``experts``: the expert
+    session, for whoever drives programs directly.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class Engine:
         self.path = None if path is None else Path(path)
         self.context_length = _checked_context(context_length, self.config)
         runner = runner or ResidentExperts()
-        self._experts = ExpertSession(self.config, runner, experts, new_manager)
-        self.programs = Programs(model, runner, self._experts.store, on_compile)
+        self.experts = ExpertSession(self.config, runner, experts, new_manager)
+        self.programs = Programs(model, runner, self.experts.store, on_compile)
 
     @classmethod
     def load(
@@ -87,6 +89,7 @@ class Engine:
         form: str = LOAD_THEN_COMPUTE,
         staging: int = 4,
         manager: str = "device",
+        on_plan: Callable[[Plan], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str], None] | None = None,
     ) -> "Engine":
@@ -102,8 +105,9 @@ class Engine:
         ``dtype``: "bfloat16" or "float32" for weights and activations; None keeps the checkpoint's. ``context_length``:
         positions to make room for, by default the model's limit but at most 4096. ``expert_bias_dtype``: "checkpoint"
         uses the router's selection bias as stored, "bfloat16" rounds it first, as loading through Hugging Face does
-        (as the published 2.0 code is usually run). ``progress(done_bytes, total_bytes)`` is called while reading,
-        ``on_compile(name)`` when a program is about to be compiled.
+        (as the published 2.0 code is usually run). ``on_plan(plan)`` is called before anything large is allocated,
+        ``progress(done_bytes, total_bytes)`` while reading, ``on_compile(name)`` when a program is about to be
+        compiled.
 
         Host memory peaks at the arrays that stay there plus less than 2 GB. Raises OledError for whatever is wrong with
         the folder or the arguments, all problems of a checkpoint in one message, and PlanError, before anything is
@@ -117,26 +121,24 @@ class Engine:
         with open_checkpoint(path) as checkpoint:
             context_length = _checked_context(context_length, checkpoint.config)
             weight_dtype = DTYPES[dtype] if dtype else checkpoint.weight_dtype
-            budget = (
-                Budget(ResidentExperts(), None, None)
-                if experts_on_device is None
-                else choose_budget(
-                    checkpoint.config,
-                    weight_dtype,
-                    context_length,
-                    experts_on_device=experts_on_device,
-                    policy=policy,
-                    form=form,
-                    staging=staging,
-                    manager=manager,
-                )
+            budget = choose_budget(
+                checkpoint.config,
+                weight_dtype,
+                context_length,
+                experts_on_device=experts_on_device,
+                policy=policy,
+                form=form,
+                staging=staging,
+                manager=manager,
             )
+            if on_plan:
+                on_plan(budget.plan)
             weights = load_weights(
                 checkpoint,
                 weight_dtype,
                 progress,
                 expert_bias_dtype=expert_bias_dtype,
-                bank=experts_on_device is not None,
+                bank=budget.plan.experts_on_device is not None,
             )
         return cls(
             *weights,
@@ -146,6 +148,12 @@ class Engine:
             new_manager=budget.new_manager,
             on_compile=on_compile,
         )
+
+    def __repr__(self) -> str:
+        c, placed = self.config, self.experts.metrics()
+        held = f"{placed.experts_on_device} of {placed.num_experts} experts per layer on the device"
+        policy = f", policy {placed.policy}, {placed.form}" if placed.policy else ""
+        return f"<Engine of {self.path}: {c.num_hidden_layers} layers, {held}{policy}, context {self.context_length}>"
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -180,16 +188,16 @@ class Engine:
         self._check_block(block_length)
         plan = ChunkPlan.of(self.config, block_length, batch)
         cache = KVCache.zeros(self.config, batch, plan.cache_length(self.context_length), self.programs.dtype)
-        parts, numbers = [], self._experts.begin(batch)
+        parts, numbers = [], self.experts.begin(batch)
         for start, tokens in plan.chunks(length):
             chunk = np.zeros((batch, tokens), np.int32)
             count = min(tokens, length - start)
             chunk[:, :count] = ids[:, start : start + count]
             valid = np.broadcast_to(np.arange(tokens) < count, (batch, tokens))
             starts = np.full(batch, start, np.int32)
-            run = (cache, self._experts.state, chunk, starts, valid, numbers, block_length)
-            logits, staged, self._experts.state, vector = self.programs.logits(*run)
-            self._experts.observe(vector, batch, tokens)
+            run = (cache, self.experts.state, chunk, starts, valid, numbers, block_length)
+            logits, staged, self.experts.state, vector = self.programs.logits(*run)
+            self.experts.observe(vector, batch, tokens)
             cache = self.programs.commit(cache, staged, starts, valid)
             parts.append(np.asarray(logits)[:, :count])
         return np.concatenate(parts, axis=1)
@@ -260,7 +268,7 @@ class Engine:
             self._check_prompt(prompt, rule, gen_length, allow_special_ids)
         return generate(
             self.programs,
-            self._experts,
+            self.experts,
             rule,
             prompts,
             seeds,

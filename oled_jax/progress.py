@@ -1,12 +1,24 @@
-"""Progress of long work on standard error: one line that is rewritten on a terminal, a line now and then elsewhere."""
+"""Progress of long work on standard error: one line that is rewritten on a terminal, a line now and then elsewhere.
 
+Numbers in words stand here too: ``counted``, ``format_bytes``, and back again ``parse_bytes``.
+"""
+
+import re
 import sys
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from typing import TextIO
+
+from oled_jax.errors import OledError
 
 _TERMINAL_SECONDS = 0.2
 _LOG_SECONDS = 5.0
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("IB", 1024))
+}
 
 
 class ProgressLine:
@@ -49,6 +61,11 @@ class ProgressLine:
             self._out.flush()
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things whose plural takes an s: "1 file", "12,345 files"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def format_bytes(count: float) -> str:
     """Decimal units, three digits: "6.44 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -56,3 +73,16 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes, at least 1, that ``text`` means: "24GiB" (binary), "24GB" (decimal), "1.5 kB", "4096".
+
+    Units are B, kB, MB, GB, TB, KiB, MiB, GiB and TiB in any case; a fraction of a byte is dropped. Raises OledError
+    for anything else. As the ``type`` of a command-line option, see ``oled_jax.cli.running.argument_type``.
+    """
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?B|[KMGT]IB|)", text.strip().upper(), re.ASCII)
+    count = int(Fraction(match[1]) * _UNITS[match[2]]) if match else 0
+    if count < 1:
+        raise OledError(f"{text!r} is no number of bytes: write for example 24GiB, 24GB, 500MB or 4096")
+    return count

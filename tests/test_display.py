@@ -6,7 +6,7 @@ import re
 import pytest
 
 from oled_jax import display
-from oled_jax.display import LiveText, summary
+from oled_jax.display import CompileLine, LiveText, summary
 
 MASK = 0
 M = "░"
@@ -150,6 +150,55 @@ def test_control_characters_do_not_reach_the_terminal(screen):
     assert screen.rows == ["a[2Jb    c", ""]
 
 
+def test_a_plainer_mask_where_the_encoding_lacks_it(screen, monkeypatch):
+    monkeypatch.setattr(Screen, "encoding", "ascii", raising=False)
+    live(screen).step(0, [*b"a", MASK])
+    assert screen.rows == ["a#"]
+
+
+# What is being compiled.
+
+
+def test_compiling_is_told_in_one_row_that_goes_again(screen):
+    screen.columns = 50
+    compiling = CompileLine(screen)
+    compiling("prefill")
+    compiling("denoise")
+    assert screen.rows == ["compiling program 2 (denoise) ..."]
+    compiling.clear()
+    compiling.clear()
+    assert (screen.rows, screen.row, screen.column) == ([""], 0, 0)
+
+
+def test_compiling_amid_an_answer_is_told_below_it(screen):
+    screen.columns = 50
+    compiling = CompileLine(screen)
+    compiling.live = text = live(screen)
+    compiling("denoise")
+    assert screen.rows == ["compiling program 1 (denoise) ..."]
+    compiling.clear()
+    text.step(0, list(b"x" * 60))
+    compiling("commit")
+    compiling("denoise")
+    assert screen.rows == ["x" * 49, "x" * 11, "compiling program 3 (denoise) ..."]
+    compiling.clear()
+    text.step(0, list(b"y" * 60))
+    assert screen.rows == ["y" * 49, "y" * 11]
+    text.finish("z")
+    compiling("prefill")  # for the next answer
+    assert screen.rows == ["z", "compiling program 4 (prefill) ..."]
+    compiling.clear()
+    assert (screen.rows, screen.row) == (["z", ""], 1)
+
+
+def test_compiling_is_not_told_in_a_log():
+    log = io.StringIO()
+    compiling = CompileLine(log)
+    compiling("denoise")
+    compiling.clear()
+    assert log.getvalue() == ""
+
+
 def test_summary():
     metrics = {
         "generated_tokens": 128,
@@ -158,9 +207,20 @@ def test_summary():
         "ms_per_forward": 12.34567,
         "tokens_per_second": 1234.5,
         "masks_left": 0,
+        "experts": {"policy": None},
     }
     rates = "128 tokens, 40 forwards, 3.2 tokens/forward, 12.35 ms/forward, 1234 tokens/s"
     assert summary(metrics, finished=True) == f"{rates}, finished"
     assert summary({**metrics, "masks_left": 2}, finished=False) == (
         f"{rates}, 2 masks left undecided, cut at the length limit"
+    )
+    assert summary({**metrics, "generated_tokens": 1, "num_forwards": 1, "masks_left": 1}, finished=True) == (
+        "1 token, 1 forward, 3.2 tokens/forward, 12.35 ms/forward, 1234 tokens/s, 1 mask left undecided, finished"
+    )
+    decode = {"misses": [30, 50], "forwards": 40, "hit_rate": 0.953}
+    experts = {"policy": "lru", "experts_on_device": 100, "num_experts": 256, "decode": decode}
+    experts |= {"slots_per_working_set": 1.35, "bytes_moved": 2 * 10**9}
+    assert summary({**metrics, "experts": experts}, finished=True) == (
+        f"{rates}, 100 of 256 experts on the device (1.35 of the working set), hit rate 95.3%, "
+        "1 misses per layer and forward, 2 GB loaded, finished"
     )

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from oled_jax.progress import ProgressLine, format_bytes
+from oled_jax.errors import OledError
+from oled_jax.progress import ProgressLine, counted, format_bytes, parse_bytes
 
 
 class Terminal(io.StringIO):
@@ -47,3 +48,36 @@ def test_a_terminal_line_is_rewritten_and_then_removed():
 )
 def test_bytes_in_words(count, text):
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (12345, "12,345 files")])
+def test_things_are_counted_in_words(count, text):
+    assert counted(count, "file") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("500mb", 500 * 10**6),
+        ("1.5 kB", 1500),
+        ("0.5KiB", 512),
+        (" 2 TiB ", 2**41),
+        ("3TB", 3 * 10**12),
+        ("64MiB", 2**26),
+        ("3B", 3),
+        ("4096", 4096),
+        ("1.9", 1),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
+def test_bytes_from_words(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "0GB", "0.9", "-1", "GB", "5 apples", "1e9", "inf", "nan", "1,5GB", "١GB"])
+def test_what_is_no_number_of_bytes(text):
+    with pytest.raises(OledError, match="is no number of bytes: write for example 24GiB, 24GB, 500MB or 4096") as told:
+        parse_bytes(text)
+    assert repr(text) in str(told.value)

@@ -7,6 +7,7 @@ grows with it.
 from collections.abc import Sequence
 
 from oled_jax.errors import OledError, problem_list
+from oled_jax.progress import counted
 
 DEFAULT_GEN_LENGTH = 2048
 
@@ -35,10 +36,10 @@ def plan_lengths(
     for name, tokens in prompts:
         length = min(DEFAULT_GEN_LENGTH, limit - tokens) if gen_length is None else gen_length
         if tokens >= limit:
-            problems.append(f"{name} has {tokens} tokens and leaves no room in the context of {limit}")
+            problems.append(f"{name} has {counted(tokens, 'token')} and leaves no room in the context of {limit}")
         elif tokens + length > limit:
             problems.append(
-                f"{name} has {tokens} tokens, and with --gen-length {length} exceeds the context of {limit}"
+                f"{name} has {counted(tokens, 'token')}, and with --gen-length {length} exceeds the context of {limit}"
             )
         lengths.append(length)
         needed.append(-(-(tokens + length) // block_length) * block_length)

@@ -10,6 +10,7 @@ Deliberately not here: reading checkpoints (``oled_jax.loading``), and whether t
 import jax
 
 from oled_jax.errors import OledError
+from oled_jax.planner import pinned_pool_advice
 from oled_jax.progress import format_bytes
 
 
@@ -27,8 +28,6 @@ def to_bank(array: jax.Array, name: str, stored: int, total: int) -> jax.Array:
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "ut of host memory" not in text:
             raise
-        from oled_jax.planner import pinned_pool_advice
-
         missing = format_bytes(total - stored)
         raise OledError(
             f"pinned host memory ran out at {name}, which takes {format_bytes(array.nbytes)}: {format_bytes(stored)} "

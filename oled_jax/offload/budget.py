@@ -18,6 +18,8 @@ from oled_jax.errors import OledError
 from oled_jax.model.experts import ExpertRunner
 from oled_jax.offload.offloaded import FORMS, OffloadedExperts
 from oled_jax.offload.resident import ResidentExperts
+from oled_jax.planner import DEFAULT_POOL, POOL_VARIABLE, Plan, make_plan, pinned_pool_advice, pinned_pool_bytes
+from oled_jax.progress import format_bytes
 from oled_jax.retention import RetentionPolicy, policy_by_name
 from oled_jax.retention.manager import RetentionManager
 
@@ -29,7 +31,7 @@ class Budget(NamedTuple):
 
     runner: ExpertRunner
     new_manager: Callable[[], RetentionManager] | None
-    plan: object
+    plan: Plan
 
 
 def choose_budget(
@@ -47,31 +49,45 @@ def choose_budget(
 
     OledError for an argument out of its range, PlanError when device or host memory is too small.
     """
-    from oled_jax.planner import make_plan
-
     if not isinstance(policy, RetentionPolicy):
         policy = policy_by_name(policy)
     for name, value, known in (("form", form, FORMS), ("manager", manager, MANAGERS)):
         if value not in known:
             raise OledError(f"{name} is {value!r}: give {' or '.join(known)}")
     staging = integer("staging", staging, 1, config.num_experts)
+    # The rule, and with it the block, is chosen later; the cache and the workspace hardly depend on it.
+    block_length = config.block_size if config.block_routing else min(32, context_length)
     plan = make_plan(
         config,
         dtype=dtype,
-        context_length=context_length,
+        context_length=max(context_length, block_length),
+        block_length=block_length,
         experts_on_device=experts_on_device,
         staging=staging,
         form=form,
         device_bytes=device_memory(),
         host_bytes=host_memory(),
     )
-    if experts_on_device is None:
+    if plan.experts_on_device is None:
         return Budget(ResidentExperts(), None, plan)
+    if jax.default_backend() == "gpu":
+        check_pinned_pool(plan, os.environ.get(POOL_VARIABLE))
     capacity, on_host = plan.experts_on_device, manager == "host"
     runner = OffloadedExperts(config.num_experts, capacity, policy, staging, form, observes=not on_host)
     new_manager = partial(RetentionManager, runner.policy, len(config.moe_layers), config.num_experts, capacity)
     new_manager()  # a table that does not fit the model is told of now, and not after loading
     return Budget(runner, new_manager if on_host else None, plan)
+
+
+def check_pinned_pool(plan: Plan, limit: str | None) -> None:
+    """OledError when CUDA's pool of pinned host memory, of which ``limit`` is the environment's word, is too small."""
+    pool = int(limit) * 10**9 if limit and limit.isdecimal() else DEFAULT_POOL
+    short = pinned_pool_bytes(plan.host.bank) - pool
+    if short > 0:
+        raise OledError(
+            f"the pool of pinned host memory is {format_bytes(short)} too small for the experts: "
+            f"{pinned_pool_advice(plan.host.bank)}"
+        )
 
 
 def device_memory() -> int | None:

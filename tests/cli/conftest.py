@@ -10,7 +10,7 @@ import pytest
 
 from experiments.byte_tokenizer import special_tokens, tokenizer_files
 from oled_jax.cli import main
-from oled_jax.metrics import GenerationMetrics
+from oled_jax.metrics import ExpertMetrics, ExpertTraffic, GenerationMetrics
 
 TINY = Path(__file__).parents[1] / "golden" / "llada2-tiny-f32"
 VOCAB = 320
@@ -18,8 +18,18 @@ SPECIAL = special_tokens(VOCAB).by_text
 ANSWER = "forty-two"
 
 
+def metrics_of(prompt_tokens):
+    """What the fake engine says that an answer to ``prompt_tokens`` tokens cost."""
+    traffic = ExpertTraffic(1, (3,), (3,), (8,), (8,), (0,), (1,))
+    experts = ExpertMetrics(4, 4, None, None, 1000, traffic, traffic, ((0, 1, 2, 3),), 0.0)
+    return GenerationMetrics(prompt_tokens, len(ANSWER), 3, 1, 2, 0, 1, 0.5, 2.0, 0.1, experts)
+
+
 class FakeEngine:
-    """Answers ``ANSWER`` in two blocks, the first of which it denoises in two steps; remembers what it was asked."""
+    """Answers ``ANSWER`` in two blocks, the first of which it denoises in two steps; remembers what it was asked.
+
+    Says that it compiles a program before every answer.
+    """
 
     def __init__(self):
         self.loads, self.calls = [], []
@@ -27,10 +37,12 @@ class FakeEngine:
     def load(self, path, **kwargs):
         self.loads.append((path, kwargs))
         kwargs["progress"](5, 10)
+        self.on_compile = kwargs["on_compile"]
         return self
 
     def generate(self, prompt_ids, rule, *, on_step, on_block, **kwargs):
         self.calls.append((list(prompt_ids), rule, kwargs))
+        self.on_compile("denoise")
         answer = list(ANSWER.encode())
         tokens = [*prompt_ids, *answer]
         tokens += [SPECIAL["<|endoftext|>"]] * (-len(tokens) % rule.block_length)
@@ -42,7 +54,7 @@ class FakeEngine:
                 on_step(SimpleNamespace(block=block, tokens=np.where(fixed, final, rule.mask_id)))
                 on_step(SimpleNamespace(block=block, tokens=final))
                 on_block(SimpleNamespace(block=block, tokens=final))
-        metrics = GenerationMetrics(len(prompt_ids), len(answer), 3, 1, 2, 0, 1, 0.5, 2.0, 0.1)
+        metrics = metrics_of(len(prompt_ids))
         return SimpleNamespace(tokens=answer, num_forwards=3, num_commits=1, finished=True, metrics=metrics)
 
 

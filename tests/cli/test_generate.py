@@ -9,13 +9,13 @@ import pytest
 
 import oled_jax
 from experiments.byte_tokenizer import special_tokens
-from oled_jax.metrics import GenerationMetrics
+
+from .conftest import ANSWER, metrics_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TINY, TINY22 = GOLDEN / "llada2-tiny-f32", GOLDEN / "llada22-tiny-f32"
 SPECIAL = special_tokens(320).by_text
 MASK = SPECIAL["<|mask|>"]
-ANSWER = "forty-two"  # what the fake engine says
 
 
 def test_flags_reach_the_rule_and_the_engine(generate, engine, model):
@@ -51,11 +51,18 @@ def test_defaults_are_the_rules_own_with_ids_of_the_checkpoint(generate, engine,
     _, rule, arguments = engine.calls[0]
     assert rule == oled_jax.Threshold(mask_id=MASK, eos_id=(SPECIAL["<|endoftext|>"],))
     assert arguments == {"gen_length": 509, "seed": 0, "allow_special_ids": False}
-    assert engine.loads[0][1] | {"progress": None} == {
+    assert engine.loads[0][1] | {"progress": None, "on_compile": None, "on_plan": None} == {
         "dtype": None,
         "context_length": 512,
         "expert_bias_dtype": "checkpoint",
+        "experts_on_device": None,
+        "policy": "lru",
+        "form": "load-then-compute",
+        "staging": 4,
+        "manager": "device",
         "progress": None,
+        "on_compile": None,
+        "on_plan": None,
     }
 
 
@@ -109,7 +116,7 @@ def test_json_is_one_object_per_prompt_and_nothing_else(generate, engine, model,
         "num_forwards": 3,
         "num_commits": 1,
         "finished": True,
-        "metrics": GenerationMetrics(2, 9, 3, 1, 2, 0, 1, 0.5, 2.0, 0.1).to_json(),
+        "metrics": json.loads(json.dumps(metrics_of(2).to_json())),
     }
 
 
@@ -127,12 +134,12 @@ def test_without_a_terminal_only_the_answer_is_printed(generate, engine, model, 
     assert err == "9 tokens, 3 forwards, 3 tokens/forward, 500 ms/forward, 4.5 tokens/s, finished\n"
 
 
-def test_summaries_of_several_prompts_name_them(generate, engine, model, tmp_path, capsys):
+def test_several_prompts_are_named_in_answers_and_summaries(generate, engine, model, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1]}\n{"prompt_ids": [2]}')
     assert generate(model, "--prompts-file", prompts) == 0
     out, err = capsys.readouterr()
-    assert out == f"{ANSWER}\n{ANSWER}\n"
+    assert out == f"==> {prompts} line 1 <==\n{ANSWER}\n\n==> {prompts} line 2 <==\n{ANSWER}\n"
     assert [line.split(": ")[0] for line in err.splitlines()] == [f"{prompts} line 1", f"{prompts} line 2"]
 
 
@@ -148,3 +155,24 @@ def test_json_on_a_terminal_is_not_drawn(generate, engine, model, capsys, monkey
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert generate(model, "--prompt-ids", "1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["text"] == ANSWER
+
+
+def test_terminal_tells_what_is_compiled_until_text_comes(generate, engine, model, capsys, monkeypatch):
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    for shown in ([], ["--json"]):
+        assert generate(model, "--prompt-ids", "1", *shown) == 0
+        compiling, rest = capsys.readouterr().err.split(" ...\x1b[K")
+        assert compiling == "\rcompiling program 1 (denoise)"
+        assert rest.startswith("\r\x1b[K") and "\x1b" not in rest[4:]
+
+
+def test_line_about_compiling_is_removed_when_decoding_fails(generate, engine, model, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        engine.on_compile("denoise")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "generate", interrupted)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert generate(model, "--prompt-ids", "1") == 130
+    assert capsys.readouterr().err == ("\rcompiling program 1 (denoise) ...\x1b[K\r\x1b[K\noled-jax: interrupted\n")

@@ -8,9 +8,22 @@ from pathlib import Path
 import pytest
 
 import oled_jax
+from oled_jax.cli import COMMANDS, main
 from oled_jax.errors import OledError
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert main([]) == 2
+    out, told = capsys.readouterr()
+    assert out == ""
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert (end.value.code, capsys.readouterr()) == (0, (told, ""))
+    listed = told[told.index("commands:") :].splitlines()[2:]
+    assert [line.split()[0] for line in listed] == list(COMMANDS)
+    assert all(len(line.split()) > 1 for line in listed)
 
 
 def test_interrupt(generate, engine, model, capsys, monkeypatch):

@@ -102,7 +102,7 @@ def test_folder_without_config(mistake, engine, tmp_path):
     assert "config.json does not exist" in mistake(*IDS, model=tmp_path)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--verbose"], ["generat"], ["generate"]])
+@pytest.mark.parametrize("arguments", [["--verbose"], ["generat"], ["generate"]])
 def test_incomplete_commands(capsys, arguments):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
@@ -114,6 +114,8 @@ def test_incomplete_commands(capsys, arguments):
     [
         (b"{", "is not JSON: "),
         (b"\xff", "is not UTF-8 text"),
+        (b"[" * 100_000, "cannot be read as JSON: maximum recursion depth exceeded"),
+        (b'{"prompt_ids": [' + b"1" * 10_000 + b"]}", "cannot be read as JSON: Exceeds the limit"),
         (b"[1, 2]", "is not a JSON object"),
         (b"{}", "needs exactly one of prompt and prompt_ids"),
         (b'{"prompt": "a", "prompt_ids": [1]}', "needs exactly one of prompt and prompt_ids"),

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from oled_jax.checkpoint import layout
-from oled_jax.convert.cli import main, parse_size
+from oled_jax.convert.cli import main
 from oled_jax.version import __version__
 
 from .conftest import GOLDEN
@@ -58,17 +58,26 @@ def test_a_bad_source_leaves_nothing(published, tmp_path, command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required"),
         (["to-orbax"], "required: SRC, DST"),
         (["frobnicate"], "invalid choice"),
         (["inspect", "/nonexistent"], "/nonexistent does not exist"),
         (["compare", "/nonexistent", "/nonexistent"], "/nonexistent does not exist"),
-        (["to-hf", "a", "b", "--max-shard-size", "0"], "is no size"),
-        (["to-hf", "a", "b", "--max-shard-size", "5 apples"], "is no size"),
+        (["to-hf", "a", "b", "--max-shard-size", "0"], "argument --max-shard-size: '0' is no number of bytes"),
+        (["to-hf", "a", "b", "--max-shard-size", "5 apples"], "'5 apples' is no number of bytes"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, command):
     assert message in mistake(command(*arguments))
+
+
+def test_without_a_command_the_commands_are_listed(command, capsys):
+    code, out, told = command()
+    assert (code, out) == (2, "")
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert (end.value.code, capsys.readouterr()) == (0, (told, ""))
+    listed = told[told.index("commands:") :].splitlines()[2:]
+    assert [line.split()[0] for line in listed] == ["to-orbax", "to-hf", "inspect", "compare"]
 
 
 def test_a_converted_folder_is_not_converted_again(published, tmp_path, command):
@@ -86,13 +95,6 @@ def test_missing_parents_of_the_destination_are_made(published, tmp_path, comman
     code, out, _ = command("to-hf", published, tmp_path / "new" / "folder" / "back")
     assert code == 0
     assert out.startswith(f"{tmp_path / 'new' / 'folder' / 'back'}: 852 kB")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1.5kb", 1500), ("2GiB", 2**31), ("7", 7), ("10 MB", 10**7), ("3B", 3)]
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
 
 
 def test_version(capsys):

@@ -68,6 +68,24 @@ def test_published_layout(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
+@pytest.mark.parametrize(
+    ("base", "options", "expected"),
+    [
+        (TINY, (), "bfloat16"),
+        (TINY, ("--dtype", "float32"), "float32"),
+        ([*TINY, "--preset", "llada2.1-mini"], (), "float32"),
+        ([*TINY, "--preset", "llada2.1-mini"], ("--bias-dtype", "bfloat16"), "bfloat16"),
+        (TINY_22, (), "float32"),
+    ],
+)
+def test_expert_bias_has_the_published_dtype_unless_told(tmp_path, capsys, base, options, expected):
+    tensors = make(tmp_path / "a", *options, base=base)
+    assert {t.dtype.name for name, t in tensors.items() if name.endswith("expert_bias")} == {expected}
+    rest = "float32" if "--dtype" in options else "bfloat16"
+    assert {t.dtype.name for name, t in tensors.items() if not name.endswith("expert_bias")} == {rest}
+    assert f"({rest}, expert_bias {expected})" in capsys.readouterr().out
+
+
 def test_values_depend_on_seed_and_name_only(tmp_path):
     whole = make(tmp_path / "whole", "--dtype", "float32")
     assert same(whole, make(tmp_path / "sharded", "--dtype", "float32", "--max-shard-size", "20KB"))
@@ -173,8 +191,8 @@ def test_published_vocabulary_keeps_its_ids(tmp_path):
         (["--experts-per-token", "0"], "num_experts_per_tok is 0, must be positive"),
         (["--kv-heads", "3"], "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         (["--vocab", "100"], "vocab_size 100 is too small for the 256 bytes and 7 special tokens: at least 263"),
-        (["--max-shard-size", "5 parsecs"], "--max-shard-size is '5 parsecs'"),
-        (["--max-shard-size", "0GB"], "--max-shard-size is '0GB'"),
+        (["--max-shard-size", "5 parsecs"], "argument --max-shard-size: '5 parsecs' is no number of bytes"),
+        (["--max-shard-size", "0GB"], "argument --max-shard-size: '0GB' is no number of bytes"),
         (["--layers", "many"], "argument --layers: invalid int value: 'many'"),
         (["--hidden", "100000000", "--vocab", "100000000"], "bytes, and its disk has"),
     ],

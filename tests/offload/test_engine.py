@@ -189,7 +189,7 @@ def test_state_lost_between_two_programs_is_made_anew():
     """An interrupt can strike after a program took the state and before what it gives back is stored."""
     eng = offloaded_engine(NAME, CAPACITY, policy_by_name("oled"), STREAM, host=True)
     expected = [out.tokens for out in generated(eng)]
-    for leaf in jax.tree.leaves(eng._experts.state):
+    for leaf in jax.tree.leaves(eng.experts.state):
         if isinstance(leaf, jax.Array):
             leaf.delete()
     records = []

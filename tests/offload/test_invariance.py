@@ -95,7 +95,7 @@ def give_weights(engine: Engine, seed: int) -> None:
 
     original = ORIGINALS.setdefault(id(engine), (engine.programs._leaves, engine.programs._store))
     engine.programs._leaves, engine.programs._store = jax.tree.map(scaled, original)
-    _, engine._experts.state = engine._experts._runner.init(engine.programs._store)  # slots held the other model's
+    _, engine.experts.state = engine.experts._runner.init(engine.programs._store)  # slots held the other model's
 
 
 ORIGINALS: dict[int, tuple] = {}
