@@ -1,9 +1,10 @@
-"""The whole way in a minute, offline: make a small random checkpoint, convert it, answer a prompt from both.
+"""The whole way in a minute, offline: make a small random checkpoint, convert it, answer a prompt, also with a budget.
 
     python experiments/demo.py [FOLDER]          (``make demo`` runs it in ./demo)
 
 Promises: every step is an ordinary command, printed before it runs, so that it can be repeated by hand; a checkpoint
-that is already there is used again. Fails when the two answers differ, since converting must not change a model.
+that is already there is used again. Fails when the answers differ: neither converting nor a budget for experts may
+change what a model says (in float32; bfloat16 rounds differently in products of another shape).
 """
 
 import json
@@ -24,7 +25,8 @@ GEOMETRY = (
     "--max-position 2048 --max-shard-size 1MB"
 )
 PROMPT = "What does a diffusion language model do differently?"
-GENERATE = "--gen-length 64 --block-length 32"
+GENERATE = "--gen-length 64 --block-length 32 --dtype float32"
+BUDGET = "--experts-on-device 40%"
 
 
 class DemoError(Exception):
@@ -43,16 +45,23 @@ def main(argv: list[str]) -> int:
         ask = ("--prompt", PROMPT, *shlex.split(GENERATE))
         if sys.stdout.isatty():  # to see the masks turn into text
             run("oled-jax", "generate", "--model", published, *ask)
-        answers = [answer("oled-jax", "generate", "--model", path, *ask, "--json") for path in (published, converted)]
+        runs = [(published, ""), (converted, ""), (converted, BUDGET)]
+        answers = [answer("oled-jax", "generate", "--model", path, *ask, *b.split(), "--json") for path, b in runs]
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     tokens, forwards = len(answers[0]["output_ids"]), answers[0]["num_forwards"]
     if any(a["output_ids"] != answers[0]["output_ids"] for a in answers):
-        print(f"demo: the answers of {published} and {converted} differ", file=sys.stderr)
+        print(f"demo: the answers of {published}, {converted} and {converted} with {BUDGET} differ", file=sys.stderr)
         return 1
     print(f"\nThe text is noise, since the weights are random: {answers[0]['text']!r}")
-    print(f"demo: {published} and {converted} give equal answers: {tokens} tokens in {forwards} forwards")
+    experts = answers[-1]["metrics"]["experts"]
+    print(
+        f"With {experts['experts_on_device']} of {experts['num_experts']} experts per layer on the device: hit rate "
+        f"{experts['decode']['hit_rate']:.0%}, {sum(experts['decode']['loads'])} experts loaded, "
+        f"{experts['bytes_moved'] / 1e6:.1f} MB"
+    )
+    print(f"demo: all three answers are equal: {tokens} tokens in {forwards} forwards")
     return 0
 
 

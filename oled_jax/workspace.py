@@ -67,13 +67,14 @@ class _Forward:
         return self.count * max(self.rows * max(gate_up, down), dense)
 
     def _carried(self) -> int:
-        """Queries, keys and values of all layers (they are committed or staged together, at the end), the outputs of
-        chosen experts twice, and the residual stream with what is being added to it."""
+        """Queries, keys and values of all layers (they are committed or staged together, at the end, and stay as the
+        partial sums of their product until then), the outputs of chosen experts twice, and the residual stream with
+        what is being added to it."""
         c = self.config
         heads = c.num_attention_heads + 2 * c.num_key_value_heads
         chosen = 2 * c.num_experts_per_tok * self.item if c.moe_layers else 0
         stream = c.hidden_size * (chosen + 2 * FLOAT32 + self.item)
-        return self.count * (c.num_hidden_layers * heads * c.head_dim * FLOAT32 + stream)
+        return self.count * (c.num_hidden_layers * heads * c.head_dim * (2 * FLOAT32 + self.item) + stream)
 
 
 def largest_program(

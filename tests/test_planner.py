@@ -60,9 +60,11 @@ def nbytes(tree) -> int:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(1, 1), (256, 256), ("7", 7), (" 7 ", 7), (np.int64(3), 3), ("40%", 102), ("12.5%", 32), ("12.5 %", 32)]
-    + [("100%", 256), ("0.01%", 1), ("99.9999999999%", 255), ("auto", "auto"), ("AUTO", "auto"), ("all", None)]
-    + [(None, None)],
+    [
+        *((1, 1), (256, 256), ("7", 7), (" 7 ", 7), (np.int64(3), 3)),
+        *(("40%", 102), ("12.5%", 32), ("12.5 %", 32), ("100%", 256), ("0.01%", 1), ("99.9999999999%", 255)),
+        *(("auto", "auto"), ("AUTO", "auto"), ("all", None), (None, None)),
+    ],
 )
 def test_what_a_number_of_experts_may_be_written_as(value, expected):
     assert experts_on_device(value, 256) == expected
@@ -71,26 +73,10 @@ def test_what_a_number_of_experts_may_be_written_as(value, expected):
 @pytest.mark.parametrize(
     "value",
     [
-        0,
-        -1,
-        257,
-        "0",
-        "-3",
-        "257",
-        "0%",
-        "0.0%",
-        "140%",
-        "100.1%",
-        "-5%",
-        "%",
-        "",
-        "4.0",
-        4.0,
-        True,
-        False,
-        float("nan"),
-    ]
-    + ["nan%", "1e2%", "½%", "٣", "auto%", "none", "9" * 99, "1" * 40 + "%", [3], b"3", np.float64(2), np.True_],
+        *(0, -1, 257, "0", "-3", "257", "0%", "0.0%", "140%", "100.1%", "-5%", "%", "", "4.0", 4.0, True, False),
+        *(float("nan"), "nan%", "1e2%", "½%", "٣", "auto%", "none", "9" * 99, "1" * 40 + "%", [3], b"3"),
+        *(np.float64(2), np.True_),
+    ],
 )
 def test_what_it_may_not_be(value):
     with pytest.raises(OledError) as caught:
@@ -204,13 +190,13 @@ def measured(config: ModelConfig, context: int, capacity: int | None, batch: int
     ],
 )
 def test_workspace_is_close_to_that_of_compiled_programs(over, context, batch, capacity):
-    """Within 40 %: the model of what is live at once is that of a GPU, where it was within 20 % (a workspace is about
-    1 % to 5 % of the whole); a CPU fuses otherwise, and copies the cache's rows for all layers."""
+    """Within 50 %: the model of what is live at once is that of a GPU (see the next test), where a workspace is about
+    1 % to 5 % of the whole; a CPU fuses otherwise, keeps no partial sums, and copies the rows of all layers at once."""
     config = small_config(**over)
     shape = (config, 4, context, batch, 32, None if capacity is None else capacity + 4)
     estimates = workspace.prefill(*shape), workspace.denoise(*shape)
     for estimate, temporary in zip(estimates, measured(config, context, capacity, batch), strict=True):
-        assert 0.6 * temporary < estimate < 1.4 * temporary
+        assert 0.7 * temporary < estimate < 1.5 * temporary
 
 
 @pytest.mark.parametrize(
@@ -221,13 +207,14 @@ def test_workspace_is_close_to_that_of_compiled_programs(over, context, batch, c
         ("llada2.0-mini", 2, 68, 32768, 1, 851.6, 135.0),
         ("llada2.0-mini", 4, 68, 4096, 2, 200.1, 57.3),
         ("llada2.0-mini", 4, None, 4096, 8, 812.1, 634.6),
+        ("llada2.0-mini", 20, 106, 4096, 1, 262.2, 55.5),
         ("llada2.2-flash", 2, 68, 4096, 1, 236.1, 46.1),
     ],
 )
 def test_workspace_against_compilations_for_an_h200(preset, layers, slots, context, batch, prefill, denoise):
     """Temporary MB that XLA of jax 0.10.2 assigned in bfloat16, compiled ahead of time for an H200, kernels not tuned.
 
-    Never below, so that what is planned fits; above by at most 20 %, or 40 MB where the head's second copy of the
+    Never below, so that what is planned fits; above by at most 25 %, or 40 MB where the head's second copy of the
     logits, which other rules than 2.0's need, is all there is to it.
     """
     config = ModelConfig.from_hf(config_of(preset).to_hf() | {"num_hidden_layers": layers})
@@ -236,7 +223,7 @@ def test_workspace_against_compilations_for_an_h200(preset, layers, slots, conte
         (workspace.prefill(*shape) / 1e6, prefill),
         (workspace.denoise(*shape) / 1e6, denoise),
     ):
-        assert temporary <= estimate <= max(1.2 * temporary, temporary + 40)
+        assert temporary <= estimate <= max(1.25 * temporary, temporary + 40)
 
 
 # What is promised of every plan.
@@ -347,7 +334,7 @@ def test_auto_leaves_headroom():
 
 def test_host_memory_that_is_too_small():
     plan = PLAN(experts_on_device="40%")
-    with pytest.raises(PlanError, match="host memory needs .* are missing.*whatever their number"):
+    with pytest.raises(PlanError, match=r"host memory needs .* are missing.*whatever their number"):
         PLAN(experts_on_device="40%", host_bytes=plan.host.total - 1)
     assert PLAN(experts_on_device="40%", host_bytes=plan.host.total).host_remaining == 0
     with pytest.raises(PlanError) as caught:
@@ -358,7 +345,7 @@ def test_host_memory_that_is_too_small():
 
 
 def test_full_residency_that_does_not_fit_names_an_offloaded_setting():
-    with pytest.raises(PlanError, match="all experts on the device.*largest setting that fits is 1[0-9][0-9] experts"):
+    with pytest.raises(PlanError, match=r"all experts on the device.*largest setting that fits is 1[0-9][0-9] experts"):
         PLAN(device_bytes=24 * 2**30)
 
 

@@ -1,4 +1,4 @@
-"""LLaDA2.1: filling masks and editing tokens that are already there (spec/llada2 section 5.2).
+"""LLaDA2.1: filling masks and editing tokens that are already there.
 
 Each forward fills masked positions as 2.0 does and replaces settled positions whose best token differs and is sure
 enough; a block ends when a forward without masks changes nothing, or after ``max_post_steps`` such forwards. MASK is

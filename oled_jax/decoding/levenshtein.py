@@ -1,4 +1,4 @@
-"""LLaDA2.2: filling, substituting, deleting and inserting (spec/llada2 section 5.3).
+"""LLaDA2.2: filling, substituting, deleting and inserting.
 
 Predicting DELETE removes a token, predicting SPLIT opens a masked slot before it; what follows shifts, the block's
 length stays. A state that was seen before is left by re-picking the least confident change (the reference picks one at

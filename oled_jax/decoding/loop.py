@@ -3,7 +3,7 @@
 Promises: a sequence in a batch gives the tokens that it gives alone (in float32; in bfloat16 up to what a different
 matrix shape rounds). Full prompt blocks are prefilled in chunks and committed; the partial tail shares its block with
 the first generated tokens and is neither committed early nor edited. A block is committed only when the last forward
-that wrote its KV had its final tokens as input; otherwise it is run once more (spec/llada2 section 4.4).
+that wrote its KV had its final tokens as input; otherwise it is run once more.
 
 The host sees one small report per step. A sequence that has finished stays in the batch as a row that does not count.
 """

@@ -2,13 +2,16 @@
 
 Promises: each program is compiled once per shape, ahead of its first call, and the number of shapes is bounded (a few
 token counts, and one per bucket of looked-at cache length); ``compiled`` counts them and ``compile_seconds`` says what
-they cost. Weights enter as a flat tuple of leaves (flattening a module costs more than dispatching the step,
-spec/jax_practice 2.2); expert state and block states are donated and updated in place, and so is the cache where it is
+they cost. Weights enter as a flat tuple of leaves (flattening a module costs more than dispatching the step); expert
+state and block states are donated and updated in place, and so is the cache where it is
 written (prefill and commit; a denoising step only reads it).
 
 A denoising step is ONE program: model, head, decoding rule, and what the retention policy learns from it. What the
 host needs comes back as one small array in host memory (``oled_jax.decoding.report``). The decoding loop and its expert
 session own every donated array; nothing here keeps one.
+
+Of a model of shapes (``LLaDA2.abstract``) the same programs are compiled and not run, for the devices and memories that
+the shapes' shardings name: every method then takes shapes for what lies on the device, and gives those of its results.
 """
 
 import dataclasses
@@ -22,7 +25,7 @@ import numpy as np
 from flax import nnx
 
 from oled_jax.config import ModelConfig
-from oled_jax.decoding.report import Report, packed, record_of, rounds_of, status_after
+from oled_jax.decoding.report import Report, packed, record_of, status_after
 from oled_jax.decoding.rule import BlockState, Program
 from oled_jax.model.experts import ExpertRunner
 from oled_jax.model.kv_cache import KVCache
@@ -84,7 +87,10 @@ class Programs:
     def __init__(
         self, model: LLaDA2, runner: ExpertRunner, store: Any, on_compile: Callable[[str], None] | None = None
     ):
-        """``on_compile(name)`` is called whenever a program is about to be compiled."""
+        """``on_compile(name)`` is called whenever a program is about to be compiled.
+
+        ``model`` and ``store``: arrays, or both ``jax.ShapeDtypeStruct`` leaves with shardings.
+        """
         self.config: ModelConfig = model.config
         self.dtype = model.dtype
         self.compile_seconds = 0.0
@@ -93,6 +99,7 @@ class Programs:
         self._leaves = tuple(leaves)
         self._runner = runner
         self._store = store
+        self._abstract = isinstance(self._leaves[0], jax.ShapeDtypeStruct)
         self._on_compile = on_compile
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
@@ -246,7 +253,7 @@ class Programs:
                 )
                 state = self._runner.observe(state, record)
             settled = jnp.all(block.tokens == old.tokens, axis=-1)
-            report = packed(Report(record, block.done, settled, rounds_of(forward.records)))
+            report = packed(Report(record, block.done, settled))
             # Rows that do not count keep what they had; so every donated buffer is used, and used in place.
             keep = rows.active[None, :, None, None, None]
             staged = Staged(jnp.where(keep, forward.keys, staged.keys), jnp.where(keep, forward.values, staged.values))
@@ -277,7 +284,7 @@ class Programs:
         )
         state = runner.observe(state, record)
         done = zeros > 0
-        return model, forward, state, packed(Report(record, done, done, rounds_of(forward.records)))
+        return model, forward, state, packed(Report(record, done, done))
 
     def _forward(
         self,
@@ -306,7 +313,8 @@ class Programs:
             began = time.perf_counter()
             self._compiled[key] = jax.jit(run, donate_argnums=donate).lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began
-        return self._compiled[key](*args)
+        compiled = self._compiled[key]
+        return compiled.out_info if self._abstract else compiled(*args)
 
 
 def window_for(cache: KVCache, start: int) -> int:

@@ -14,7 +14,7 @@ from jax import lax
 
 from oled_jax.config import ModelConfig
 from oled_jax.decoding.rule import BlockState
-from oled_jax.model.experts import LayerTelemetry
+from oled_jax.model.experts import LayerTelemetry, expert_counts
 from oled_jax.model.numerics import Array
 from oled_jax.retention.record import JUST_COMMITTED, MASKED, PROMPT, SETTLED, Routing, StepRecord
 
@@ -23,13 +23,12 @@ class Report(NamedTuple):
     """``record``: the forward as policies and traces see it, its routing over all rows of the batch (B * T tokens).
 
     ``done [B]`` bool: the block is complete; ``settled [B]`` bool: this forward had the block's final tokens as its
-    input, so that they may be committed as they are; ``rounds [L]`` int32: products over the slots, by MoE layer.
+    input, so that they may be committed as they are.
     """
 
     record: StepRecord
     done: Array
     settled: Array
-    rounds: Array
 
 
 def status_after(old: BlockState, new: BlockState, mask_id: Array) -> Array:
@@ -48,8 +47,9 @@ def record_of(
 
     layers, count = len(records), valid.size
     row = jnp.where(valid, jnp.arange(valid.shape[0], dtype=jnp.int32)[:, None], -1)
+    ids = over_layers(lambda r: r.ids).reshape(layers, count, -1)
     routing = Routing(
-        ids=over_layers(lambda r: r.ids).reshape(layers, count, -1),
+        ids=ids,
         weights=over_layers(lambda r: r.weights).reshape(layers, count, -1),
         row=row.reshape(-1),
         confidence=confidence.reshape(-1),
@@ -60,17 +60,12 @@ def record_of(
     return StepRecord(
         forward=forward,
         **of_rows,
-        counts=over_layers(lambda r: r.counts),
+        counts=expert_counts(ids, before.shape[-1]),
         resident=before,
         admitted=after & ~before,
         evicted=before & ~after,
         routing=routing,
     )
-
-
-def rounds_of(records: list[LayerTelemetry]) -> Array:
-    """Rounds of each MoE layer, int32 ``[L]``."""
-    return jnp.stack([record.rounds for record in records])
 
 
 def packed(report: Report) -> Array:
@@ -127,4 +122,4 @@ def _layout(config: ModelConfig, batch: int, tokens: int) -> Report:
         evicted=per_expert,
         routing=routing,
     )
-    return Report(record, array(bool, batch), array(bool, batch), array(np.int32, layers))
+    return Report(record, array(bool, batch), array(bool, batch))

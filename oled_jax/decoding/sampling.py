@@ -1,7 +1,7 @@
 """From logits to one candidate token and its confidence per position.
 
 Greedy is greedy: the largest logit, lowest id on ties, with its float32 softmax probability over the whole vocabulary.
-(The published 2.0 code samples at temperature 0; that is a defect we do not reproduce, spec/llada2 section 5.6.)
+(The published 2.0 code samples at temperature 0; that is a defect we do not reproduce)
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def sample(logits: Array, sampler: Sampler, key: Array) -> tuple[Array, Array]:
     """A drawn token ``[T]`` and its probability under the filtered distribution, of ``logits [T, V]``.
 
     Logits are divided by the temperature, cut to the ``top_k`` largest (ties at the edge stay), then to the smallest
-    set whose mass exceeds ``top_p``, the crossing token included (spec/llada2 section 5.1).
+    set whose mass exceeds ``top_p``, the crossing token included.
     """
     scaled = logits / sampler.temperature
     descending = jnp.sort(scaled, axis=-1, descending=True)

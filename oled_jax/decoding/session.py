@@ -85,4 +85,4 @@ class ExpertSession:
     def _count(self) -> None:
         while self._uncounted:
             report = self._uncounted.pop()
-            self._counter.add(report.record, report.rounds)
+            self._counter.add(report.record, self._runner.rounds(report.record))

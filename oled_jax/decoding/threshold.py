@@ -1,4 +1,4 @@
-"""LLaDA2.0: each forward commits the positions whose confidence exceeds a threshold (spec/llada2 section 5.1).
+"""LLaDA2.0: each forward commits the positions whose confidence exceeds a threshold.
 
 At least ``need[s]`` positions are filled at step s, so a block takes at most ``steps`` forwards. Kept from the
 reference: strict comparison, the schedule counted from the full block length, masks that remain when the steps run

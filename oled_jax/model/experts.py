@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from oled_jax.model.numerics import Array, product, rounded, swiglu
 from oled_jax.retention.record import Routing, StepRecord
@@ -21,7 +22,7 @@ from oled_jax.retention.record import Routing, StepRecord
 class ExpertWeights:
     """Some or all experts of one layer: ``gate_up [S, 2I, H]`` (gate rows, then up rows) and ``down [S, I, H]``.
 
-    Two arrays, not one: the first product is then a single plain matmul over all S experts (spec/jax_practice 3.2).
+    Two arrays, not one: the first product is then a single plain matmul over all S experts.
     """
 
     gate_up: Array
@@ -33,17 +34,14 @@ class ExpertWeights:
 class LayerTelemetry:
     """What one MoE layer did in one forward.
 
-    ``ids [T, K]`` int32 and ``weights [T, K]`` float32: the routing as it was served; ``counts [E]`` int32: tokens per
-    expert; ``before``, ``after [E]`` bool: residents before and after the forward; ``rounds`` int32 scalar: products
-    over the slots (1, unless the layer wanted more experts than it has rows).
+    ``ids [T, K]`` int32 and ``weights [T, K]`` float32: the routing as it was served; ``before``, ``after [E]`` bool:
+    residents before and after the forward.
     """
 
     ids: Array
     weights: Array
-    counts: Array
     before: Array
     after: Array
-    rounds: Array
 
 
 class RunnerState(Protocol):
@@ -82,12 +80,17 @@ class ExpertRunner(Protocol):
         """Ends a forward, whose outcome is in ``record``; the last thing that a step does with the state."""
         ...
 
+    def rounds(self, record: StepRecord) -> np.ndarray:
+        """Products over the slots that the forward of ``record`` (in numpy) took, int32 ``[L]``: 1, unless a layer
+        wanted more experts than it has rows."""
+        ...
+
 
 def expert_outputs(x: Array, experts: ExpertWeights) -> Array:
     """Every expert's output for every token, ``[S, T, H]`` in ``x``'s dtype; ``x [T, H]``.
 
     All S experts are read whether or not a token wants them: at block sizes the time goes to reading weights, and one
-    matmul over all of them reads fastest (spec/jax_practice 3.2).
+    matmul over all of them reads fastest.
     """
     slots, double_width, hidden = experts.gate_up.shape
     projected = product("th,rh->tr", x, experts.gate_up.reshape(slots * double_width, hidden))
@@ -104,11 +107,12 @@ def gather_chosen(outputs: Array, rows: Array) -> Array:
 
 
 def expert_counts(ids: Array, num_experts: int) -> Array:
-    """How many tokens chose each expert, int32 ``[E]``; ``ids [T, K]``, -1 not counted.
+    """How many tokens chose each expert, int32 ``[..., E]``; ``ids [..., T, K]``, -1 not counted.
 
     Compared, not scattered: on a GPU the comparisons fuse with what reads them, a scatter stands alone.
     """
-    return jnp.sum(ids.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    chosen = ids.reshape(*ids.shape[:-2], -1, 1)
+    return jnp.sum(chosen == jnp.arange(num_experts), axis=-2, dtype=jnp.int32)
 
 
 def combine_chosen(chosen: Array, ids: Array, weights: Array) -> Array:

@@ -2,7 +2,7 @@
 
 A forward reads the rows before ``start``, which are committed, and returns the keys and values of its own tokens beside
 them. Those are written when the block is committed, which is right exactly when the forward's input was the block's
-final tokens (spec/llada2 section 4.4); the decoding loop sees to that.
+final tokens; the decoding loop sees to that.
 """
 
 import dataclasses

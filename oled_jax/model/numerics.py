@@ -2,7 +2,7 @@
 
 The reference computes in bfloat16 and rounds after each operation; whether a value was rounded decides ties among
 logits and which expert a token goes to. XLA may keep a wider value wherever a bfloat16 one is upcast again ("excess
-precision", spec/llada2 section 3.3), so a plain ``astype`` is no rounding. ``rounded`` is: it goes through
+precision"), so a plain ``astype`` is no rounding. ``rounded`` is: it goes through
 ``lax.reduce_precision``, which XLA does not remove. With float32 weights every rounding here is the identity, and
 products run at the highest precision (a GPU would otherwise take TF32, a TPU bfloat16).
 """

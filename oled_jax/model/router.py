@@ -1,6 +1,6 @@
 """Which experts a token goes to, and with what weight; float32 throughout.
 
-Two rules (spec/llada2 section 3.1): LLaDA2.0 and 2.1 limit each token to the best groups of experts, LLaDA2.2 limits
+Two rules: LLaDA2.0 and 2.1 limit each token to the best groups of experts, LLaDA2.2 limits
 each absolute window of ``block_size`` tokens to its ``expert_capacity`` best experts. The bias takes part in selection
 only; weights come from the unbiased scores, normalised (and scaled where they are used).
 """

@@ -52,12 +52,5 @@ def with_expert(chosen: Array, ids: Array, expert: Array, output: Array) -> Arra
 
 
 def look_up(row_of: Array, ids: Array) -> Array:
-    """Row of each chosen expert, ``[T, K]``; -1 where it has none, or where the token does not count."""
+    """What ``row_of [E]`` says of each chosen expert, ``[T, K]``; -1 where the token does not count."""
     return jnp.where(ids >= 0, row_of[jnp.maximum(ids, 0)], -1)
-
-
-def with_loaded(row_of: Array, plan: Placement, first: Any, upto: Array) -> Array:
-    """``row_of [E]`` with entries ``first .. upto`` of the plan's order in their rows."""
-    index = jnp.arange(row_of.size)
-    loaded = (index >= first) & (index < upto)
-    return row_of.at[jnp.where(loaded, plan.order, row_of.size)].set(plan.rows, mode="drop")

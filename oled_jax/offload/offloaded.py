@@ -17,6 +17,7 @@ never through ``cond``, which would copy them.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,8 @@ from oled_jax.model.experts import (
     gather_chosen,
 )
 from oled_jax.model.numerics import Array
-from oled_jax.offload.loads import alone, load, load_one, load_resident, look_up, with_expert, with_loaded
-from oled_jax.offload.placement import Placement, SlotMap, place
+from oled_jax.offload.loads import alone, load, load_one, load_resident, look_up, with_expert
+from oled_jax.offload.placement import Placement, place, row_holding, with_visitors
 from oled_jax.retention import Plan, RetentionPolicy, Routing, StepRecord
 from oled_jax.retention.arrays import ranks
 
@@ -46,10 +47,11 @@ MODES = {LOAD_THEN_COMPUTE: "protect", STREAM: "select"}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """One MoE layer on the device: ``slots`` (N + G rows of weights, donated) and their map."""
+    """One MoE layer on the device: ``slots`` (N + G rows of weights, donated) and ``row_of [E]``, their map
+    (``oled_jax.offload.placement``)."""
 
     slots: ExpertWeights
-    map: SlotMap
+    row_of: Array
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +112,9 @@ class OffloadedExperts:
             experts = np.flatnonzero(residents[position]).astype(np.int32)
             if len(experts):
                 slots = load_resident(slots, bank, experts)
-            layers[layer] = LayerState(slots, SlotMap.holding(experts, self.num_experts, rows))
+            row_of = np.full(self.num_experts, -1, np.int32)
+            row_of[experts] = np.arange(len(experts))
+            layers[layer] = LayerState(slots, jnp.asarray(row_of))
         retention = self.policy.init(len(weights), self.num_experts, self.capacity, jnp)
         # Copies, because a policy may start two fields with one and the same array, and each will be donated.
         retention = jax.tree.map(partial(jnp.array, copy=True), retention)
@@ -135,35 +139,41 @@ class OffloadedExperts:
     ) -> tuple[Array, OffloadState, LayerTelemetry]:
         """See ``ExpertRunner.run``."""
         own, ids = state.layers[layer], routing.ids
-        counts = expert_counts(ids, self.num_experts)
-        planned = partial(self._planned, own.map, counts, state, sorted(state.layers).index(layer), routing)
+        before = own.row_of >= 0
+        planned = partial(self._planned, own.row_of, state, sorted(state.layers).index(layer), routing)
         compute = self._sweep if self.prefills else {LOAD_THEN_COMPUTE: self._ltc, STREAM: self._stream}[self.form]
-        missing = jnp.any((counts > 0) & ~own.map.resident)
-        chosen, after, rounds = compute(store[layer], own, planned, missing, x, ids)
+        chosen, after = compute(store[layer], own, planned, x, ids)
         y = combine_chosen(chosen, ids, routing.weights * scale)
-        held = (own.map.resident, after.map.resident)
-        telemetry = LayerTelemetry(ids, routing.weights, counts, *held, rounds)
-        return y, dataclasses.replace(state, layers={**state.layers, layer: after}), telemetry
+        state = dataclasses.replace(state, layers={**state.layers, layer: after})
+        return y, state, LayerTelemetry(ids, routing.weights, before, after.row_of >= 0)
 
     def observe(self, state: OffloadState, record: StepRecord) -> OffloadState:
         """Counts on, and lets the policy learn unless a manager does that."""
         retention = self.policy.observe(state.retention, record, jnp) if self.observes else state.retention
         return dataclasses.replace(state, forward=state.forward + 1, retention=retention)
 
-    def _planned(
-        self, before: SlotMap, counts: Array, state: OffloadState, position: int, routing: Routing
-    ) -> Placement:
+    def rounds(self, record: StepRecord) -> np.ndarray:
+        """Products over the slots in a forward, int32 ``[L]``; ``record`` in numpy."""
+        misses = np.sum((record.counts > 0) & ~record.resident, axis=1, dtype=np.int32)
+        if self.form == STREAM or not np.any(record.phase > 0):
+            return np.ones_like(misses)
+        visitors = misses - np.sum(record.admitted, axis=1, dtype=np.int32)
+        return 1 + np.maximum(0, visitors - 1) // self.staging
+
+    def _planned(self, row_of: Array, state: OffloadState, position: int, routing: Routing) -> Placement:
         """Who is loaded into which row."""
-        demand, policy = counts > 0, self.policy
+        counts, policy = expert_counts(routing.ids, self.num_experts), self.policy
+        demand, resident = counts > 0, row_of >= 0
+        where = (row_of, self.capacity + self.staging, demand)
         if self.prefills and policy.admits:
             order = ranks((counts,), jnp)
             plan = Plan(order, order, jnp.ones(self.num_experts, bool))
-            return place(before, demand, plan, self.capacity, "select", contested=False)
+            return place(*where, plan, self.capacity, "select", contested=False)
         gates = policy.gates(state.retention, routing, self.num_experts, jnp)
-        plan = policy.plan(state.retention, position, demand, counts, gates, before.resident, jnp)
-        return place(before, demand, plan, self.capacity, policy.mode, contested=policy.contested)
+        plan = policy.plan(state.retention, position, demand, counts, gates, resident, jnp)
+        return place(*where, plan, self.capacity, policy.mode, contested=policy.contested)
 
-    def _ltc(self, bank, own: LayerState, planned, missing: Array, x: Array, ids: Array):
+    def _ltc(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
         """Loads what is missing, then one product over all rows.
 
         If there is more than fits, what is over goes first, in rounds of its own through the staging rows.
@@ -171,44 +181,44 @@ class OffloadedExperts:
         everything_fits = self.capacity >= self.num_experts and self.policy.admits
 
         def load_missing(carry):
-            _, slots, before, _, chosen, rounds = carry
+            _, slots, _, chosen = carry
             plan = planned()
             first = plan.admissions + jnp.minimum(plan.misses - plan.admissions, self.staging)
             if not everything_fits:
-                slots, chosen, rounds = self._rounds(bank, slots, plan, first, x, ids, chosen)
+                slots, chosen = self._rounds(bank, slots, plan, first, x, ids, chosen)
             slots = load(slots, bank, plan, 0, first)
-            here = with_loaded(jnp.where(plan.evicted, -1, before), plan, 0, first)
-            return jnp.bool_(False), slots, here, plan.after, chosen, rounds
+            return jnp.bool_(False), slots, with_visitors(plan.after, plan, plan.admissions, first), chosen
 
         nothing = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
-        start = (missing, own.slots, own.map.row_of, own.map, nothing, jnp.int32(1))
-        _, slots, here, after, chosen, rounds = lax.while_loop(lambda carry: carry[0], load_missing, start)
-        rows = look_up(here, ids)
+        start = (_missing(own.row_of, ids), own.slots, own.row_of, nothing)
+        _, slots, row_of, chosen = lax.while_loop(lambda carry: carry[0], load_missing, start)
+        rows = look_up(row_holding(row_of), ids)
         now = gather_chosen(expert_outputs(x, slots), rows)
         if not everything_fits:
             now = jnp.where(rows[..., None] >= 0, now, chosen)
-        return now, LayerState(slots, after), rounds
+        return now, LayerState(slots, row_of)
 
     def _rounds(self, bank, slots: ExpertWeights, plan: Placement, first: Array, x: Array, ids: Array, chosen: Array):
         """Computes entries ``first`` and up of the plan's order, as many at a time as there are staging rows."""
+        nobody = jnp.full(self.num_experts, -1, jnp.int32)
 
         def unfinished(carry):
             return carry[0] < plan.misses
 
         def one_round(carry):
-            done, rounds, slots, chosen = carry
+            done, slots, chosen = carry
             upto = jnp.minimum(done + self.staging, plan.misses)
             slots = load(slots, bank, plan, done, upto)
-            rows = look_up(with_loaded(jnp.full(self.num_experts, -1, jnp.int32), plan, done, upto), ids)
+            rows = look_up(row_holding(with_visitors(nobody, plan, done, upto)), ids)
             now = gather_chosen(expert_outputs(x, slots), rows)
-            return upto, rounds + 1, slots, jnp.where(rows[..., None] >= 0, now, chosen)
+            return upto, slots, jnp.where(rows[..., None] >= 0, now, chosen)
 
-        _, rounds, slots, chosen = lax.while_loop(unfinished, one_round, (first, jnp.int32(1), slots, chosen))
-        return slots, chosen, rounds
+        _, slots, chosen = lax.while_loop(unfinished, one_round, (first, slots, chosen))
+        return slots, chosen
 
-    def _stream(self, bank, own: LayerState, planned, missing: Array, x: Array, ids: Array):
+    def _stream(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
         """One product over what is resident, then each missing expert alone, as it lands."""
-        chosen = gather_chosen(expert_outputs(x, own.slots), look_up(own.map.row_of, ids))
+        chosen = gather_chosen(expert_outputs(x, own.slots), look_up(own.row_of, ids))
 
         def serve_missing(carry):
             _, slots, _, chosen = carry
@@ -216,23 +226,23 @@ class OffloadedExperts:
             slots, chosen = self._load_and_compute_each(bank, slots, plan, x, ids, chosen)
             return jnp.bool_(False), slots, plan.after, chosen
 
-        start = (missing, own.slots, own.map, chosen)
-        _, slots, after, chosen = lax.while_loop(lambda carry: carry[0], serve_missing, start)
-        return chosen, LayerState(slots, after), jnp.int32(1)
+        start = (_missing(own.row_of, ids), own.slots, own.row_of, chosen)
+        _, slots, row_of, chosen = lax.while_loop(lambda carry: carry[0], serve_missing, start)
+        return chosen, LayerState(slots, row_of)
 
-    def _sweep(self, bank, own: LayerState, planned, missing: Array, x: Array, ids: Array):
+    def _sweep(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
         """Every wanted expert alone: the resident ones first, so that their rows may be reused."""
         plan = planned()
         order = jnp.argsort(~plan.hit, stable=True)
 
         def compute_one(i, chosen):
             expert = order[i]
-            return with_expert(chosen, ids, expert, alone(x, own.slots, own.map.row_of[expert]))
+            return with_expert(chosen, ids, expert, alone(x, own.slots, own.row_of[expert]))
 
         empty = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
         chosen = lax.fori_loop(0, jnp.sum(plan.hit), compute_one, empty)
         slots, chosen = self._load_and_compute_each(bank, own.slots, plan, x, ids, chosen)
-        return chosen, LayerState(slots, plan.after), jnp.int32(1)
+        return chosen, LayerState(slots, plan.after)
 
     def _load_and_compute_each(self, bank, slots, plan: Placement, x, ids, chosen):
         # All hits have been computed by now, so the row of an evicted expert may be overwritten; and a staging row is
@@ -243,3 +253,8 @@ class OffloadedExperts:
             return slots, with_expert(chosen, ids, plan.order[i], alone(x, slots, plan.rows[i]))
 
         return lax.fori_loop(0, plan.misses, load_and_compute, (slots, chosen))
+
+
+def _missing(row_of: Array, ids: Array) -> Array:
+    """Whether any chosen expert is not resident, bool ``[]``."""
+    return jnp.any((ids >= 0) & (look_up(row_of, ids) < 0))

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from oled_jax.model.experts import (
     ExpertWeights,
     LayerTelemetry,
     combine_chosen,
-    expert_counts,
     expert_outputs,
     gather_chosen,
 )
@@ -59,10 +59,13 @@ class ResidentExperts:
         num_experts = store[layer].down.shape[0]
         chosen = gather_chosen(expert_outputs(x, store[layer]), routing.ids)
         everyone = jnp.ones(num_experts, bool)
-        counts = expert_counts(routing.ids, num_experts)
-        telemetry = LayerTelemetry(routing.ids, routing.weights, counts, everyone, everyone, jnp.int32(1))
+        telemetry = LayerTelemetry(routing.ids, routing.weights, everyone, everyone)
         return combine_chosen(chosen, routing.ids, routing.weights * scale), state, telemetry
 
     def observe(self, state: ResidentState, record: StepRecord) -> ResidentState:
         """Counts on."""
         return ResidentState(state.forward + 1)
+
+    def rounds(self, record: StepRecord) -> np.ndarray:
+        """One product."""
+        return np.ones(len(record.counts), np.int32)

@@ -70,3 +70,7 @@ class ScriptedRouting:
     def observe(self, state: RunnerState, record: StepRecord) -> RunnerState:
         """As the wrapped runner."""
         return self.runner.observe(state, record)
+
+    def rounds(self, record: StepRecord) -> np.ndarray:
+        """As the wrapped runner."""
+        return self.runner.rounds(record)

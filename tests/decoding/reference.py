@@ -1,4 +1,4 @@
-"""The decoding rules of spec/llada2 section 5, transcribed line by line in plain Python: the oracle for our programs.
+"""The published decoding rules, transcribed line by line in plain Python: the oracle for our programs.
 
 Each function decodes one block and takes ``forward(tokens) -> logits [bl, V]``; it returns the final tokens, the number
 of forwards, and the tokens that the last forward saw. Greedy only.

@@ -1,4 +1,4 @@
-"""Full-size models as shapes: no memory, no weights, every preset (spec/llada2 section 1.3)."""
+"""Full-size models as shapes: no memory, no weights, every preset."""
 
 import math
 

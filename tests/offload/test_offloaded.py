@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oled_jax.model.experts import ExpertWeights
+from oled_jax.model.experts import ExpertWeights, expert_counts
 from oled_jax.offload.offloaded import LOAD_THEN_COMPUTE, STREAM, LayerState, OffloadedExperts, OffloadState
-from oled_jax.offload.placement import SlotMap
 from oled_jax.offload.resident import ResidentExperts
 from oled_jax.retention import RetentionPolicy, Routing, StepRecord, policy_by_name
 from oled_jax.retention.frequency import StaticFrequency
@@ -52,7 +51,8 @@ def stepper(runner, dtype: str):
 
     def step(state, x, routing):
         y, state, telemetry = runner.run(store, state, LAYER, x, routing, 1.5)
-        return y, runner.observe(state, record(state, routing, telemetry)), telemetry
+        seen = record(state, routing, telemetry)
+        return y, runner.observe(state, seen), seen
 
     return state, jax.jit(step)
 
@@ -62,7 +62,8 @@ def record(state, routing: Routing, telemetry) -> StepRecord:
     zero, before, after = jnp.zeros(1, jnp.int32), telemetry.before[None], telemetry.after[None]
     routing = routing._replace(ids=routing.ids[None], weights=routing.weights[None])
     change = (after & ~before, before & ~after, routing)
-    return StepRecord(state.forward, zero, zero, zero, zero + 1, telemetry.counts[None], before, *change)
+    counts = expert_counts(routing.ids, EXPERTS)
+    return StepRecord(state.forward, zero, zero, zero, zero + 1, counts, before, *change)
 
 
 def offloaded(capacity: int, staging: int, policy: RetentionPolicy = LRU, form: str = LOAD_THEN_COMPUTE):
@@ -94,21 +95,22 @@ def test_a_stream_of_steps_gives_what_full_residency_gives(runner, dtype):
     state, step = stepper(runner, dtype)
     resident_state, full = stepper(ResidentExperts(), dtype)
     seen: set[int] = set()
-    after = np.asarray(state.layers[LAYER].map.resident)
+    after = np.asarray(state.layers[LAYER].row_of) >= 0
     for seed in range(12):
         x, routing = demand(seed, dtype)
-        y, state, telemetry = step(state, x, routing)
+        y, state, seen_now = step(state, x, routing)
+        before = np.asarray(seen_now.resident[0])
         expected, resident_state, _ = full(resident_state, x, routing)
         tolerance = 1e-4 if dtype == "float32" else 0.05 * float(np.abs(np.asarray(expected, np.float32)).max())
         np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(expected, np.float32), atol=tolerance)
-        np.testing.assert_array_equal(telemetry.before, after)
-        after = np.asarray(telemetry.after)
+        np.testing.assert_array_equal(before, after)
+        after = (before & ~np.asarray(seen_now.evicted[0])) | np.asarray(seen_now.admitted[0])
         wanted = set(np.unique(routing.ids[routing.ids >= 0]).tolist())
-        assert set(np.flatnonzero(telemetry.counts).tolist()) == wanted
-        assert set(np.flatnonzero(after).tolist()) <= wanted | set(np.flatnonzero(telemetry.before).tolist())
+        assert set(np.flatnonzero(seen_now.counts[0]).tolist()) == wanted
+        assert set(np.flatnonzero(after).tolist()) <= wanted | set(np.flatnonzero(before).tolist())
         if runner.capacity == EXPERTS and runner.policy.admits:
-            assert set(np.flatnonzero(telemetry.before).tolist()) == seen
-            assert int(telemetry.rounds) == 1
+            assert set(np.flatnonzero(before).tolist()) == seen
+            assert runner.rounds(jax.tree.map(np.asarray, seen_now)).tolist() == [1]
         seen |= wanted
     check_slots(runner, state, dtype)
     assert int(state.forward) == 12
@@ -116,11 +118,12 @@ def test_a_stream_of_steps_gives_what_full_residency_gives(runner, dtype):
 
 def test_rounds_are_counted():
     """Six experts wanted, one slot and one staging row: two at first, then one at a time."""
-    state, step = stepper(offloaded(1, 1), "float32")
+    runner = offloaded(1, 1)
+    state, step = stepper(runner, "float32")
     x, routing = demand(0, "float32")
     ids = np.array([[0, 1, 2], [3, 4, 5]] + [[-1] * 3] * 4, np.int32)
-    _, _, telemetry = step(state, x, routing._replace(ids=ids))
-    assert int(telemetry.rounds) == 5
+    _, _, seen = step(state, x, routing._replace(ids=ids))
+    assert runner.rounds(jax.tree.map(np.asarray, seen)).tolist() == [5]
 
 
 def test_a_policy_that_never_admits_keeps_what_it_started_with():
@@ -128,22 +131,24 @@ def test_a_policy_that_never_admits_keeps_what_it_started_with():
     state, step = stepper(runner, "float32")
     check_slots(runner, state, "float32")
     for seed in range(4):
-        assert set(np.flatnonzero(state.layers[LAYER].map.resident)) == {4, 5, 6, 7}
+        assert set(np.flatnonzero(state.layers[LAYER].row_of >= 0)) == {4, 5, 6, 7}
         _, state, _ = step(state, *demand(seed, "float32"))
     _, prefill = stepper(runner.for_prefill(), "float32")
     _, state, _ = prefill(state, *demand(5, "float32"))
-    assert set(np.flatnonzero(state.layers[LAYER].map.resident)) == {4, 5, 6, 7}
+    assert set(np.flatnonzero(state.layers[LAYER].row_of >= 0)) == {4, 5, 6, 7}
     check_slots(runner, state, "float32")
 
 
 def check_slots(runner, state, dtype: str) -> None:
     """Every resident's row holds its own weights, to the bit."""
     layer, bank = state.layers[LAYER], weights(dtype)[LAYER]
-    for row, expert in enumerate(np.asarray(layer.map.expert_in)):
-        if expert >= 0:
-            np.testing.assert_array_equal(layer.slots.gate_up[row], bank.gate_up[expert])
-            np.testing.assert_array_equal(layer.slots.down[row], bank.down[expert])
-    assert int(np.sum(np.asarray(layer.map.expert_in) >= 0)) <= runner.capacity
+    row_of = np.asarray(layer.row_of)
+    residents = np.flatnonzero(row_of >= 0)
+    for expert in residents:
+        np.testing.assert_array_equal(layer.slots.gate_up[row_of[expert]], bank.gate_up[expert])
+        np.testing.assert_array_equal(layer.slots.down[row_of[expert]], bank.down[expert])
+    assert len(residents) <= runner.capacity
+    assert len(set(row_of[residents])) == len(residents)
 
 
 def started(runner, dtype: str, seed: int) -> OffloadState:
@@ -154,15 +159,15 @@ def started(runner, dtype: str, seed: int) -> OffloadState:
     experts = rng.permutation(EXPERTS)[: rng.integers(0, runner.capacity + 1)]
     rows = rng.permutation(runner.capacity + runner.staging)[: len(experts)]
     gate_up, down = (np.array(a) for a in (own.slots.gate_up, own.slots.down))
-    row_of, expert_in = (np.array(a) for a in (own.map.row_of, own.map.expert_in))
+    row_of = np.array(own.row_of)
     for expert, row in zip(experts, rows, strict=True):
         gate_up[row], down[row] = bank.gate_up[expert], bank.down[expert]
-        row_of[expert], expert_in[row] = row, expert
+        row_of[expert] = row
     recency = empty.retention._replace(
         forward=jnp.int32(5), last=jnp.asarray(rng.integers(-1, 5, (1, EXPERTS)), jnp.int32)
     )
     slots = ExpertWeights(jnp.asarray(gate_up), jnp.asarray(down))
-    layer = LayerState(slots, SlotMap(jnp.asarray(row_of), jnp.asarray(expert_in)))
+    layer = LayerState(slots, jnp.asarray(row_of))
     return OffloadState({LAYER: layer}, jnp.int32(5), recency)
 
 
@@ -193,4 +198,4 @@ def test_after_a_sweep_the_experts_with_most_tokens_stay():
     x, routing = demand(1, "float32")
     ids = np.array([[0, 1, 2], [0, 1, 3], [0, 1, 7], [0, 6, 7], [5, 6, 7], [-1, -1, -1]], np.int32)
     _, state, _ = step(started(runner, "float32", 2), x, routing._replace(ids=ids))
-    assert set(np.flatnonzero(state.layers[LAYER].map.resident)) == {0, 1, 7}
+    assert set(np.flatnonzero(state.layers[LAYER].row_of >= 0)) == {0, 1, 7}
