@@ -20,6 +20,7 @@ from oled_jax.checkpoint.safetensors_file import SafetensorsFile, SafetensorsWri
 from oled_jax.convert import published
 from oled_jax.convert.staging import Staging
 from oled_jax.errors import CheckpointError
+from oled_jax.files import write_whole
 
 # Name to dtype and shape of every tensor in a shard.
 Shard = dict[str, tuple[np.dtype, tuple[int, ...]]]
@@ -33,7 +34,7 @@ def to_hf(source: Checkpoint, destination: Path, max_shard_bytes: int, progress:
     with Staging(source, destination, "to-hf", {"max_shard_bytes": max_shard_bytes}) as staging:
         shards = plan_shards(source, max_shard_bytes)
         unfinished = {name: shard for name, shard in shards.items() if not _is_finished(staging.work / name, shard)}
-        staging.check_space(sum(_shard_bytes(shard) for shard in unfinished.values()))
+        staging.check_space(sum(_shard_bytes(shard) for shard in unfinished.values()), len(unfinished) + 1)
         _write_shards(source, staging.work, unfinished, progress)
         staging.copy_companions()
         if len(shards) > 1:
@@ -124,6 +125,4 @@ def _write_index(folder: Path, shards: Mapping[str, Shard]) -> None:
         "metadata": {"total_size": sum(_shard_bytes(shard) for shard in shards.values())},
         "weight_map": {tensor: name for name, shard in shards.items() for tensor in shard},
     }
-    temporary = folder / f"{INDEX_FILE}.tmp"
-    temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    temporary.replace(folder / INDEX_FILE)
+    write_whole(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")

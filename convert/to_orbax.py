@@ -7,7 +7,7 @@ size of the model; units that an earlier run finished are neither read nor writt
 from pathlib import Path
 
 from oled_jax.checkpoint import Checkpoint, Progress, stream
-from oled_jax.checkpoint.orbax_format import UnitStore, write_manifest
+from oled_jax.checkpoint.orbax_format import FILES_PER_UNIT, UnitStore, recorded_units, write_manifest
 from oled_jax.convert.staging import Staging
 from oled_jax.errors import CheckpointError
 
@@ -20,16 +20,16 @@ def to_orbax(source: Checkpoint, destination: Path, progress: Progress | None = 
     if source.format == "orbax":
         raise CheckpointError(f"{source.path} is converted already: copy the folder, or use to-hf for the way back")
     with Staging(source, destination, "to-orbax", {}) as staging:
-        store = UnitStore(staging.work)
+        store = UnitStore(staging.work, recorded_units(staging.work))
         try:
             store.remove_leftovers()
             finished = store.finished(source.units())
             todo = [unit for unit in source.units() if unit.name not in finished]
-            staging.check_space(sum(unit.nbytes for unit in todo))
+            staging.check_space(sum(unit.nbytes for unit in todo), FILES_PER_UNIT * len(todo))
             for unit, arrays in stream(source, progress, units=todo):
                 store.save(unit, arrays)
+            staging.copy_companions()
+            write_manifest(staging.work, source, store)
         finally:
             store.close()
-        staging.copy_companions()
-        write_manifest(staging.work, source)
         staging.finish()

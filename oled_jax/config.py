@@ -16,6 +16,7 @@ from typing import Any
 
 from oled_jax.arguments import is_int, is_number
 from oled_jax.errors import ConfigError, problem_list
+from oled_jax.files import read_bytes
 
 MODEL_TYPES = ("llada2_moe", "llada2_moe_veomni")
 
@@ -205,12 +206,14 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from ``path``; ConfigError when it is absent or not one."""
+    """Reads a JSON object from ``path``; ConfigError when it is absent, no regular file or not one."""
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_bytes(path).decode())
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: a checkpoint folder in the published layout holds one") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: bad text, bad JSON, numbers of absurd length
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # ValueError: bad text, bad JSON, numbers of absurd length
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {type(raw).__name__}, expected a JSON object")

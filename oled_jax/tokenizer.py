@@ -15,12 +15,21 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oled_jax.errors import OledError
+from oled_jax.arguments import is_number
+from oled_jax.errors import OledError, problem_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
+
+# What transformers looks at beside it, and passes over in silence where it is no regular file.
+_SETTINGS_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 # The literal single-turn form of the family, for a checkpoint that ships no template.
 _SYSTEM_TURN = "<role>SYSTEM</role>{system}<|role_end|>"
@@ -30,7 +39,7 @@ _THINKING_OFF = "detailed thinking off"
 
 def has_tokenizer(path: str | Path) -> bool:
     """Whether the checkpoint folder ``path`` holds a tokenizer."""
-    return (Path(path) / TOKENIZER_FILE).is_file()
+    return (Path(path) / TOKENIZER_FILE).exists()
 
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
@@ -43,11 +52,22 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
         raise OledError(
             f"{folder} holds no {TOKENIZER_FILE}, so text cannot be encoded: --prompt-ids takes token ids without one"
         )
+    odd = [name for name in (TOKENIZER_FILE, *_SETTINGS_FILES) if (folder / name).exists()]
+    odd = [f"{name} is not a regular file: replace it" for name in odd if not (folder / name).is_file()]
+    if odd:
+        raise OledError(problem_list(f"the tokenizer in {folder} cannot be read", odd))
     with _quiet():
         from transformers import PreTrainedTokenizerFast
 
         try:
-            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            if not is_number(tokenizer.model_max_length):
+                raise TypeError(f"model_max_length is {tokenizer.model_max_length!r:.80}, expected a number")
+            # A setting of a wrong type shows when it is used first; better here than under the first prompt.
+            decode(tokenizer, encode_raw(tokenizer, "a"))
+            return tokenizer
         except Exception as error:  # the Rust side raises bare Exception for a file that it cannot parse
             raise OledError(
                 f"the tokenizer in {folder} cannot be read: {error} "
@@ -82,7 +102,7 @@ def encode_raw(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise OledError(f"the text is not valid Unicode at character {error.start}: give UTF-8") from None
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False, verbose=False)]
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", ids: Iterable[int]) -> str:

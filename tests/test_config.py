@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import math
+import os
 
 import pytest
 
 from oled_jax.checkpoint import layout
-from oled_jax.config import ModelConfig, preset_names
+from oled_jax.config import ModelConfig, preset_names, read_json_object
 from oled_jax.errors import ConfigError
 
 # Values and inert keys as in the published LLaDA2.0-mini and 2.1-mini.
@@ -259,3 +260,18 @@ def test_20_and_21_are_alike_and_22_routes_by_block():
 def test_unknown_preset_lists_the_presets():
     with pytest.raises(ConfigError, match=r"unknown preset 'mini': the presets are llada2\.0-flash, "):
         ModelConfig.from_preset("mini")
+
+
+@pytest.mark.parametrize(("make", "words"), [(os.mkfifo, "a named pipe"), (os.mkdir, "a folder")])
+def test_a_config_that_is_no_regular_file_is_named(tmp_path, make, words):
+    make(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=f"config.json cannot be read: it is {words}, not a regular file"):
+        ModelConfig.from_hf(tmp_path)
+
+
+def test_json_is_read_as_utf8_whatever_the_locale(tmp_path):
+    (tmp_path / "a.json").write_bytes('{"a": "größe"}'.encode())
+    assert read_json_object(tmp_path / "a.json") == {"a": "größe"}
+    (tmp_path / "a.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match=r"cannot be read as JSON: .*utf-8"):
+        read_json_object(tmp_path / "a.json")

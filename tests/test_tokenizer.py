@@ -48,6 +48,29 @@ def test_broken_file_is_one_clear_error(tmp_path, broken):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+)
+def test_files_that_are_no_regular_ones_are_named_and_not_waited_for(tmp_path, name):
+    write_tokenizer(tmp_path, template="{{ messages }}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert has_tokenizer(tmp_path)
+    with pytest.raises(OledError, match=f"cannot be read: 1 problem: {name} is not a regular file"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("length", ["512", [], True, {"a": 1}])
+def test_a_length_that_is_no_number_is_one_clear_error(tmp_path, length):
+    write_tokenizer(tmp_path, model_max_length=length)
+    with pytest.raises(OledError, match=r"cannot be read: model_max_length is .*, expected a number"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_length_may_be_absent(tmp_path):
+    assert encode_raw(load_tokenizer(write_tokenizer(tmp_path, model_max_length=None)), "ab") == list(b"ab")
+
+
 @pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "LLaDA2Tokenizer", None])
 def test_tokenizer_file_decides_whatever_class_is_named(tmp_path, tokenizer_class):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, tokenizer_class=tokenizer_class))

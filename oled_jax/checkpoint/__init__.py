@@ -11,6 +11,7 @@ from oled_jax.checkpoint.orbax_format import MANIFEST, OrbaxCheckpoint
 from oled_jax.checkpoint.reading import Checkpoint, Progress, stream
 from oled_jax.config import ModelConfig
 from oled_jax.errors import CheckpointError
+from oled_jax.files import checked_path
 
 __all__ = ["PARTIAL_RECORD", "PARTIAL_SUFFIX", "Checkpoint", "Progress", "open_checkpoint", "stream"]
 
@@ -26,11 +27,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     everything else: no folder, neither format, an unfinished conversion, and names, shapes, dtypes or files that are
     not what the config asks for (all of them in one message).
     """
+    path = checked_path(path)
     try:
-        path = Path(path)
         exists = path.exists()
-    except (TypeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{path!r:.80} is no path to a checkpoint folder: {error}") from None
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise CheckpointError(f"{path!s:.200} cannot be opened: {error.strerror}") from None
     if not exists:
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         if partial.is_dir():

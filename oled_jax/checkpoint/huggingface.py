@@ -24,6 +24,7 @@ from oled_jax.checkpoint.reading import Checkpoint
 from oled_jax.checkpoint.safetensors_file import WEIGHT_DTYPES, SafetensorsFile, TensorInfo
 from oled_jax.config import ModelConfig, read_json_object
 from oled_jax.errors import CheckpointError, ConfigError, problem_list
+from oled_jax.files import read_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -89,7 +90,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return [self._read_piece(piece) for piece in unit.pieces]
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        digest = hashlib.sha256(read_bytes(self.path / "config.json"))
         for name, file in sorted(self._files.items()):
             digest.update(f"{name}\0{file.size}\0{file.mtime_ns}\0".encode())
         return digest.hexdigest()
@@ -119,6 +120,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         index = _read_index(path)
         for name in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
             self._open(path, name, found)
+        if index is None and not self._files:  # everything would be missing as well
+            raise CheckpointError(problem_list(str(path), found.problems))
         if index is not None:
             self._compare_with_index(index, found)
             for name, shard in index.items():
@@ -143,7 +146,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return found
 
     def _open(self, path: Path, name: str, found: _Findings) -> None:
-        if not (path / name).is_file():
+        if not (path / name).exists():
             found.problems.append(f"shard {name} is missing: the index names it; download it again")
             return
         try:
@@ -210,7 +213,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
     bad = [
         f"weight_map places {name} in {shard!r}, which is no file name in this folder"
         for name, shard in table.items()
-        if not isinstance(shard, str) or not shard or shard != Path(shard).name
+        if not isinstance(shard, str) or not shard.isprintable() or not shard or shard != Path(shard).name
     ]
     if bad:
         raise CheckpointError(problem_list(str(file), bad))

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from oled_jax.errors import CheckpointError, problem_list
+from oled_jax.files import open_regular
 
 # Bytes of one element, by the format's name of the dtype. Types narrower than a byte are no weights of ours.
 ITEM_BYTES = {
@@ -51,13 +52,13 @@ class TensorInfo:
 class SafetensorsFile:
     """An open file: ``tensors`` by name, and ``read_into``.
 
-    Raises CheckpointError when the file cannot be opened or its header does not describe it.
+    Raises CheckpointError when the file is no regular one, cannot be opened or its header does not describe it.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be opened: {error.strerror}") from None
         try:

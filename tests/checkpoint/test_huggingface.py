@@ -392,3 +392,27 @@ def test_streaming_passes_errors_on_and_ends_its_thread(tiny, monkeypatch):
         next(abandoned)
         abandoned.close()
     assert threading.active_count() == before
+
+
+def test_thousands_of_broken_tensors_are_one_short_line(tiny):
+    """Names with line ends and escapes among them, as a damaged header may have."""
+    tensors = {f"junk.{i}\n\x1b[2J": np.zeros(1, np.float32) for i in range(5000)}
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tiny.write(tensors))
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 5000
+    assert "junk.0\\n\\x1b[2J is unknown" in message
+    assert f"and {5000 + len(tiny.tensors) - 20} more" in message
+
+
+@pytest.mark.parametrize("shard", ["a\0b", "\ud800", "a\nb"])
+def test_a_shard_whose_name_no_file_can_have(tiny, shard):
+    folder = tiny.write(tiny.tensors, shards=2)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = shard
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"weight_map places model.norm.weight in .* no file name") as caught:
+        open_checkpoint(folder)
+    assert str(caught.value).isprintable()

@@ -1,6 +1,7 @@
 """Which folder is which, and what is said about one that is none."""
 
 import json
+import os
 
 import pytest
 
@@ -73,3 +74,53 @@ def test_an_unfinished_conversion(tiny):
     assert "unfinished conversion" in message_for(folder)
     assert "converted.partial" in message_for(folder.with_name("converted"))
     assert "unfinished conversion" in message_for(folder.with_name("converted"))
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\udcffb", b"bytes", None, 3, ["a"]])
+def test_what_no_folder_can_be_called(path):
+    with pytest.raises(CheckpointError, match="cannot be the path of a checkpoint folder") as caught:
+        open_checkpoint(path)
+    assert str(caught.value).isprintable()
+
+
+def test_a_name_that_is_too_long(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be opened: File name too long"):
+        open_checkpoint(tmp_path / ("x" * 300))
+
+
+ODD = {
+    "a named pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": os.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("config.json", ConfigError),
+        ("model.safetensors", CheckpointError),
+        ("model.safetensors.index.json", CheckpointError),
+        ("oled_checkpoint.json", CheckpointError),
+    ],
+)
+def test_files_of_other_kinds_are_named_and_do_not_make_it_wait(tiny, name, error, kind):
+    folder = tiny.write(tiny.tensors)
+    (folder / name).unlink(missing_ok=True)
+    ODD[kind](folder / name)
+    message = message_for(folder, error)
+    assert f"{name} cannot be" in message
+    assert f"it is {kind}, not a regular file" in message
+    assert "is missing" not in message
+
+
+def test_a_shard_that_is_a_pipe_is_named_with_what_else_is_wrong(tiny):
+    folder = tiny.write(tiny.tensors, shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    os.mkfifo(folder / "model-00002-of-00003.safetensors")
+    (folder / "model-00003-of-00003.safetensors").unlink()
+    message = message_for(folder)
+    assert "2 problems" in message
+    assert "model-00002-of-00003.safetensors cannot be opened: it is a named pipe" in message
+    assert "shard model-00003-of-00003.safetensors is missing" in message

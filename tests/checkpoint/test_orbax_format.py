@@ -3,7 +3,11 @@
 import errno
 import json
 import logging
+import os
+import re
 import shutil
+import sys
+import zlib
 from pathlib import Path
 
 import ml_dtypes
@@ -11,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from oled_jax.checkpoint import open_checkpoint, stream
+from oled_jax.checkpoint import checksums, open_checkpoint, orbax_format, stream
 from oled_jax.checkpoint.layout import Piece, Target, Unit
 from oled_jax.checkpoint.orbax_format import UnitStore, write_manifest
 from oled_jax.errors import CheckpointError
@@ -28,8 +32,8 @@ def convert(source_folder, destination):
         store = UnitStore(destination)
         for unit, arrays in stream(source):
             store.save(unit, arrays)
+        write_manifest(destination, source, store)
         store.close()
-        write_manifest(destination, source)
     return destination
 
 
@@ -104,7 +108,7 @@ def test_the_manifest_says_where_it_comes_from(pristine, tiny):
     manifest = json.loads((pristine / "oled_checkpoint.json").read_text())
     with open_checkpoint(tiny.folder) as source:
         assert manifest["source"]["fingerprint"] == source.fingerprint()
-    assert manifest["version"] == 1
+    assert manifest["version"] == 2
     assert {"oled-jax", "orbax-checkpoint", "jax", "numpy"} <= set(manifest["packages"])
 
 
@@ -120,13 +124,14 @@ def test_missing_units_are_named_together(converted):
 def test_a_truncated_unit_is_named(converted):
     largest = max((converted / "units" / UNIT).rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
     largest.write_bytes(largest.read_bytes()[:-1])
-    assert f"1 problem: unit {UNIT} is damaged" in message_for(converted)
+    name, size = largest.relative_to(converted / "units" / UNIT), largest.stat().st_size
+    assert f"1 problem: unit {UNIT} is damaged: {name} holds {size} bytes of {size + 1}" in message_for(converted)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(version=2), "format version 2, and this package reads 1"),
+        (lambda m: m.update(version=1), "format version 1, and this package reads 2: convert again"),
         (lambda m: m.update(weight_dtype="float16", bias_dtype=3), "2 problems: weight_dtype is 'float16'"),
         (lambda m: m.update(weight_dtype=[]), "weight_dtype is []"),
         (lambda m: m.pop("units"), "units is missing"),
@@ -135,7 +140,8 @@ def test_a_truncated_unit_is_named(converted):
         (lambda m: m["units"][UNIT].update(arrays=3), f"1 problem: unit {UNIT} holds 3, the config asks for"),
         (lambda m: m["units"][UNIT]["arrays"][0].update(dtype="bfloat16"), "gate_up bfloat16[16, 64, 64] from row 0"),
         (lambda m: m["units"][UNIT]["arrays"][0].update(shape=[1, 2]), "gate_up float32[1, 2] from row 0"),
-        (lambda m: m["units"][UNIT].update(bytes=None), f"unit {UNIT} is damaged"),
+        (lambda m: m["units"][UNIT].update(files=None), f"1 problem: unit {UNIT} has no valid list of files"),
+        (lambda m: m["units"][UNIT]["files"].popitem(), f"1 problem: unit {UNIT} is damaged: "),
         (lambda m: m.update(bias_dtype="bfloat16"), "3 problems"),
     ],
 )
@@ -176,9 +182,8 @@ def test_what_a_unit_really_holds_is_checked_when_it_is_read(converted, tree, me
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(place, {key: np.ones(shape, dtype) for key, (shape, dtype) in tree.items()})
         checkpointer.wait_until_finished()
-    files = [file for file in place.rglob("*") if file.is_file()]
-    extent = {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
-    edit_manifest(converted, lambda manifest: manifest["units"][UNIT].update(extent))
+    files = checksums.to_json(checksums.sum_folder(place))
+    edit_manifest(converted, lambda manifest: manifest["units"][UNIT].update(files=files))
     with open_checkpoint(converted) as checkpoint:
         (unit,) = (unit for unit in checkpoint.units() if unit.name == UNIT)
         with pytest.raises(CheckpointError) as caught:
@@ -189,8 +194,107 @@ def test_what_a_unit_really_holds_is_checked_when_it_is_read(converted, tree, me
 def test_a_unit_that_vanishes_after_opening_is_a_clear_error(converted):
     with open_checkpoint(converted) as checkpoint:
         shutil.rmtree(converted / "units" / UNIT)
-        with pytest.raises(CheckpointError, match="cannot be restored"):
+        with pytest.raises(CheckpointError, match=rf"unit {re.escape(UNIT)} is damaged .* is missing"):
             list(stream(checkpoint))
+
+
+def test_a_flipped_bit_anywhere_in_a_unit_is_one_error_that_names_the_file(converted, caplog, capfd):
+    """Orbax itself logs tracebacks for some of these bits and reads past others."""
+    place = converted / "units" / UNIT
+    with open_checkpoint(converted) as checkpoint:
+        (unit,) = (unit for unit in checkpoint.units() if unit.name == UNIT)
+        intact = [array.tobytes() for array in checkpoint.read(unit)]
+        for file in sorted(file for file in place.rglob("*") if file.is_file()):
+            content = file.read_bytes()
+            for position in (0, len(content) // 2, len(content) - 1):
+                damaged = bytearray(content)
+                damaged[position] ^= 1 << position % 8
+                file.write_bytes(damaged)
+                with pytest.raises(CheckpointError) as caught:
+                    checkpoint.read(unit)
+                message = str(caught.value)
+                assert message.startswith(f"unit {UNIT} is damaged ({place})")
+                assert f"1 problem: {file.relative_to(place)} has the CRC-32 " in message
+                assert "convert again" in message
+            file.write_bytes(content)
+        assert [array.tobytes() for array in checkpoint.read(unit)] == intact
+    assert (capfd.readouterr(), caplog.records) == (("", ""), [])
+
+
+def test_the_record_of_a_unit_becomes_its_entry_in_the_manifest(tiny, tmp_path):
+    with open_checkpoint(tiny.folder) as source:
+        unit, arrays = next(iter(stream(source)))
+        store = UnitStore(tmp_path)
+        store.save(unit, arrays)
+        store.close()
+    (record,) = (tmp_path / "unit_records").iterdir()
+    entry = json.loads(record.read_text())
+    assert [array["key"] for array in entry["arrays"]] == [piece.target.key for piece in unit.pieces]
+    place = tmp_path / "units" / unit.name
+    assert entry["files"] == {
+        file.relative_to(place).as_posix(): [file.stat().st_size, f"{zlib.crc32(file.read_bytes()):08x}"]
+        for file in place.rglob("*")
+        if file.is_file()
+    }
+
+
+def test_no_record_remains_in_a_finished_folder(pristine):
+    assert sorted(path.name for path in pristine.iterdir()) == ["config.json", "oled_checkpoint.json", "units"]
+
+
+def test_a_pipe_among_the_files_of_a_unit_is_a_clear_error(converted):
+    file = converted / "units" / UNIT / "_METADATA"
+    with open_checkpoint(converted) as checkpoint:
+        (unit,) = (unit for unit in checkpoint.units() if unit.name == UNIT)
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(CheckpointError, match="_METADATA holds 0 bytes of"):
+            checkpoint.read(unit)
+    assert "_METADATA holds 0 bytes of" in message_for(converted)
+
+
+def test_a_full_disk_is_told_before_orbax_meets_it(tmp_path, monkeypatch):
+    """Orbax answers a disk that fills up under it with tracebacks, and may wait for minutes."""
+    calls = []
+    monkeypatch.setattr(ocp.StandardCheckpointer, "save", lambda *arguments: calls.append(arguments))
+    usage = shutil.disk_usage(tmp_path)._replace(free=7)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    target = Target("a", (2,), np.dtype(np.float32))
+    store = UnitStore(tmp_path)
+    with pytest.raises(OSError, match="No space left") as caught:
+        store.save(Unit("u", (Piece(target, 0, 2),)), [np.zeros(2, np.float32)])
+    store.close()
+    assert caught.value.errno == errno.ENOSPC
+    assert not calls
+
+
+def test_writes_under_way_when_a_save_fails_say_nothing_more(tmp_path, monkeypatch):
+    """What tensorstore's threads raise then, where nobody can catch it; anything else is still reported."""
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(str(unraisable.exc_value)))
+    hook = sys.unraisablehook
+
+    class Raises:
+        def __init__(self, text):
+            self.text = text
+
+        def __del__(self):
+            raise RuntimeError(self.text)
+
+    def fail(*_, **__):
+        for text in ("Event loop is closed", "something else"):
+            Raises(text)
+        raise ValueError(FULL)
+
+    monkeypatch.setattr(orbax_format, "_SECONDS_TO_SETTLE", 0)
+    monkeypatch.setattr(ocp.StandardCheckpointer, "save", fail)
+    target = Target("a", (2,), np.dtype(np.float32))
+    store = UnitStore(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        store.save(Unit("u", (Piece(target, 0, 2),)), [np.zeros(2, np.float32)])
+    store.close()
+    assert reported == ["something else"]
+    assert sys.unraisablehook is hook
 
 
 # What tensorstore said on a full disk.

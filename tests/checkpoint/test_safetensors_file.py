@@ -249,3 +249,10 @@ def test_a_plausible_header_is_believed_only_if_it_tiles_the_file(header, data_b
         covered = sorted((t.offset, t.offset + t.nbytes) for t in tensors.values() if t.nbytes)
         edges = [8 + len(raw), *(edge for span in covered for edge in span), 8 + len(raw) + data_bytes]
         assert edges[::2] == edges[1::2]
+
+
+@pytest.mark.parametrize(("make", "words"), [(os.mkfifo, "a named pipe"), (os.mkdir, "a folder")])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make, words):
+    make(tmp_path / "odd")
+    with pytest.raises(CheckpointError, match=f"odd cannot be opened: it is {words}, not a regular file"):
+        SafetensorsFile(tmp_path / "odd")
