@@ -1,0 +1,224 @@
+"""Trace files: what is written is read back, and what is no trace is told, all of it at once."""
+
+import gzip
+import json
+import re
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from oled_jax.errors import OledError
+from oled_jax.lab import Trace, read_trace, write_trace
+from oled_jax.lab.trace import PADDING
+from tests.lab.traces import EXPERTS, arrays, random_trace
+
+METADATA = {"model": "tiny", "config": {"num_experts": EXPERTS}, "decoding": {"threshold": 0.9}}
+
+
+def write_raw(path, given: dict, about: object = None, **metadata):
+    """A safetensors file of any arrays; ``about``: the JSON of its metadata entry."""
+    about = {"num_experts": EXPERTS} if about is None else about
+    path.write_bytes(safetensors.numpy.save(given, {"trace": json.dumps(about)} | metadata))
+    return path
+
+
+def told(path) -> str:
+    with pytest.raises(OledError) as caught:
+        read_trace(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".safetensors.gz"])
+def test_written_and_read_back(tmp_path, suffix):
+    trace = Trace(num_experts=EXPERTS, **arrays(0, 9, prefill=True), metadata=METADATA)
+    path = tmp_path / f"a{suffix}"
+    write_trace(path, trace)
+    found = read_trace(path)
+    assert (found.num_experts, found.metadata) == (EXPERTS, METADATA)
+    for name, array in trace.arrays().items():
+        np.testing.assert_array_equal(getattr(found, name), array, strict=True)
+    assert (path.read_bytes()[:2] == b"\x1f\x8b") == suffix.endswith(".gz")
+    write_trace(tmp_path / f"b{suffix}", found)
+    assert (tmp_path / f"b{suffix}").read_bytes() == path.read_bytes()
+    assert {each.name for each in tmp_path.iterdir()} == {f"a{suffix}", f"b{suffix}"}
+
+
+def test_views_of_arrays_are_written_as_they_look(tmp_path):
+    given = arrays(0, 9)
+    half = {name: array[::2] for name, array in given.items()}
+    write_trace(tmp_path / "a", Trace(num_experts=EXPERTS, **half))
+    np.testing.assert_array_equal(read_trace(tmp_path / "a").expert_ids, given["expert_ids"][::2])
+
+
+def test_a_file_without_forward_numbers_counts_rows(tmp_path):
+    given = arrays(0, 5)
+    del given["forward"]
+    found = read_trace(write_raw(tmp_path / "a", given))
+    np.testing.assert_array_equal(found.forward, np.arange(len(given["sequence"]), dtype=np.int32), strict=True)
+
+
+def test_weights_may_be_bytes(tmp_path):
+    given = arrays(0, 5)
+    given["weights"] = np.full(given["weights"].shape, 255, np.uint8)
+    assert read_trace(write_raw(tmp_path / "a", given)).weights.dtype == np.uint8
+
+
+def test_every_problem_of_the_arrays_is_told(tmp_path):
+    given = arrays(0, 5)
+    del given["tokens"], given["status"]
+    given["block"] = given["block"].astype(np.int64)
+    given["confidence"] = given["confidence"][:, :-1].copy()
+    given["step"] = given["step"][:, None]
+    given["extra"] = np.zeros(3, np.uint8)
+    message = told(write_raw(tmp_path / "a", given, {"model": "tiny"}))
+    rows = len(given["sequence"])
+    for expected in (
+        ": 7 problems: ",
+        "num_experts is None; it must be an integer from 1 to 65535",
+        "tokens is missing; status is missing",
+        "'extra' is no array of a trace",
+        f"confidence has shape [{rows}, 2]; expert_ids asks for [{rows}, 3] (F, T)",
+        "block is I64; it must be int32",
+        f"step has shape [{rows}, 1]; it must have 1 axes: F",
+    ):
+        assert expected in message, message
+    assert message.startswith(f"trace {tmp_path / 'a'}: ") and "\n" not in message
+
+
+def test_every_problem_of_the_values_is_told():
+    given = arrays(0, 6)
+    given["expert_ids"][2, 1, 0, 1] = EXPERTS
+    given["expert_ids"][3, 0, 1, 0] = PADDING
+    other = given["expert_ids"][3, 0, 1, 1]
+    given["weights"][1, 0, 0, 0] = 1.01
+    given["confidence"][1, 2] = np.nan
+    given["status"][0, 1] = 4
+    given["phase"][4] = 3
+    given["sequence"][5] = -1
+    given["forward"][4] = 1
+    with pytest.raises(OledError) as caught:
+        Trace(num_experts=EXPERTS, **given)
+    message = str(caught.value)
+    for expected in (
+        ": 8 problems: ",
+        f"expert_ids[2, 1, 0, 1] is {EXPERTS}; it must be below {EXPERTS}, or {PADDING}",
+        f"expert_ids[3, 0, 1, 1] is {other}; it must be {PADDING} in all layers and choices of a token, or",
+        "weights[1, 0, 0, 0] is 1.0",
+        "confidence[1, 2] is nan; it must be at most 1",
+        "status[0, 1] is 4; it must be 0 to 3",
+        "phase[4] is 3; it must be 0 to 2",
+        "sequence[5] is -1; it must not be negative",
+        "forward[4] is 1; it must not be smaller than the one before",
+    ):
+        assert expected in message, message
+
+
+@pytest.mark.parametrize("value", [-0.5, np.nan, np.inf, 1.001])
+def test_weights_outside_0_to_1(value):
+    given = arrays(0, 4)
+    given["weights"][-1, -1, -1, -1] = value
+    with pytest.raises(OledError, match=r"weights\[\d+, 1, 2, 1\] is"):
+        Trace(num_experts=EXPERTS, **given)
+    for fine in (0.0, -0.0, 1.0):
+        given["weights"][-1, -1, -1, -1] = fine
+        Trace(num_experts=EXPERTS, **given)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1.001])
+def test_confidences_that_are_none(value):
+    given = arrays(0, 4)
+    given["confidence"][-1, 0] = value
+    with pytest.raises(OledError, match=r"confidence\[\d+, 0\] is"):
+        Trace(num_experts=EXPERTS, **given)
+    for fine in (-1, 0, 1):
+        given["confidence"][-1, 0] = fine
+        Trace(num_experts=EXPERTS, **given)
+
+
+def test_rows_of_a_forward():
+    given = arrays(0, 4)
+    given["forward"][:] = 7
+    given["phase"][:] = 1
+    given["sequence"][:] = np.arange(len(given["sequence"]))
+    Trace(num_experts=EXPERTS, **given)
+    with pytest.raises(OledError, match=r"sequence\[2\] is 0; it has two decoding rows in one forward"):
+        Trace(num_experts=EXPERTS, **given | {"sequence": np.where(given["sequence"] == 2, 0, given["sequence"])})
+    mixed = given["phase"].copy()
+    mixed[1] = 0
+    with pytest.raises(OledError, match=r"forward\[0\] is 7; it holds both prefill and decoding rows"):
+        Trace(num_experts=EXPERTS, **given | {"phase": mixed})
+
+
+def test_an_empty_trace(tmp_path):
+    given = {name: array[:0] for name, array in arrays(0, 4).items()}
+    assert "expert_ids is empty: its shape is [0, 2, 3, 2]" in told(write_raw(tmp_path / "a", given))
+
+
+def test_cut_off_anywhere(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for suffix in ("", ".gz"):
+        write_trace(tmp_path / f"whole{suffix}", random_trace(0, 5))
+        content = (tmp_path / f"whole{suffix}").read_bytes()
+        for length in sorted({0, 1, 7, 8, 9, 30, len(content) // 2, len(content) - 9, len(content) - 1}):
+            cut.write_bytes(content[:length])
+            message = told(cut)
+            assert re.match(f"trace {cut} (is|has) .*(truncated|damaged)", message), message
+    cut.write_bytes(whole.read_bytes() + b"\0")
+    assert "is truncated or damaged: it holds more than" in told(cut)
+
+
+def test_damaged_data(tmp_path):
+    path = tmp_path / "a.gz"
+    write_trace(path, random_trace(0, 5))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    assert "truncated or damaged" in told(path)
+    offsets = (
+        write_raw(tmp_path / "b", arrays(0, 5)).read_bytes().replace(b'"data_offsets":[0,', b'"data_offsets":[1,', 1)
+    )
+    (tmp_path / "b").write_bytes(offsets)
+    assert "is damaged: " in told(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"not a trace at all, but text", "is no safetensors file"),
+        (b"\x02\0\0\0\0\0\0\0[]", "has a header that is not of a safetensors file"),
+        (b"\x02\0\0\0\0\0\0\0{]", "has a header that is not of a safetensors file"),
+        (b'\x09\0\0\0\0\0\0\0{"a": {}}', "has a header that is not of a safetensors file"),
+        (b"\x02\0\0\0\0\0\0\0{}", 'its metadata have no entry "trace"; expert_ids is missing'),
+        (gzip.compress(b"short"), "is no safetensors file"),
+    ],
+)
+def test_foreign_files(tmp_path, content, expected):
+    (tmp_path / "a").write_bytes(content)
+    assert expected in told(tmp_path / "a")
+
+
+@pytest.mark.parametrize("about", [[1], 3, {"num_experts": "8"}, {"num_experts": 0}, {"num_experts": True}])
+def test_metadata_that_name_no_number_of_experts(tmp_path, about):
+    message = told(write_raw(tmp_path / "a", arrays(0, 3), about))
+    assert 'entry "trace" is no JSON object' in message or "num_experts is" in message
+
+
+def test_metadata_that_are_no_json(tmp_path):
+    assert 'entry "trace" is no JSON' in told(write_raw(tmp_path / "a", arrays(0, 3), trace="{"))
+
+
+def test_paths_that_cannot_be_read(tmp_path):
+    assert re.search("cannot be read: .*No such file", told(tmp_path / "absent"))
+    assert "cannot be read: it is a folder" in told(tmp_path)
+    assert "cannot be read" in told("a\0b")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a"
+    write_trace(path, random_trace(0, 3))
+    before = path.read_bytes()
+    (tmp_path / "a.tmp").mkdir()
+    with pytest.raises(OSError):
+        write_trace(path, random_trace(1, 3))
+    assert path.read_bytes() == before
