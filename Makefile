@@ -8,12 +8,13 @@ INSTALLED = $(VENV)/.installed-dev
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test smoke test-py312 wheel-test lint format clean
+.PHONY: help install demo test smoke test-py312 tpu-test wheel-test lint format clean
 
 help:
 	@echo "make demo        write a small random checkpoint, convert it, generate from both (in ./demo)"
 	@echo "make test        all tests, in WORKERS=2 processes; PYTEST_ARGS=... is passed on"
 	@echo "make test-py312  the smoke set under Python 3.12, where there is one"
+	@echo "make tpu-test    compile for a TPU that is not there, in .venv-tpu (1.7 GB); takes minutes"
 	@echo "make wheel-test  build sdist and wheel, use the wheel outside the checkout"
 	@echo "make lint        ruff check and ruff format --check; 'make format' repairs"
 	@echo "PYTHON=python3.x chooses the Python that .venv is made from"
@@ -45,6 +46,11 @@ test-py312:
 	done; \
 	echo "test-py312: no Python 3.12 on this machine, smoke set skipped"
 
+# An environment of its own: wherever libtpu is installed, every process that does not set JAX_PLATFORMS looks for a TPU.
+tpu-test:
+	@$(MAKE) --no-print-directory VENV=.venv-tpu install
+	.ci/tpu-test .venv-tpu -n $(WORKERS) $(PYTEST_ARGS)
+
 wheel-test: $(INSTALLED)
 	.ci/wheel-test $(BIN)/python
 
@@ -57,4 +63,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv312 build dist demo *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 .venv-tpu build dist demo *.egg-info .pytest_cache .ruff_cache .hypothesis
