@@ -88,8 +88,8 @@ def test_denoising_step(form, tmp_path):
     figures, stderr = compiled("denoise", form, tmp_path)
     plan, step = planned(form), figures["denoise"]
     check(step, stderr, plan)
-    # A step takes everything that is on the device. Beyond the lines that are exact there are, in less than 0.1 %, maps,
-    # the policy's memory and the padding of small arrays to whole tiles; the planner's reserve holds them.
+    # A step takes everything that is on the device. Beyond the exact lines that is less than 0.1 %: maps, what the
+    # policy remembers, and small arrays padded to whole tiles; the planner's reserve holds them.
     assert held(plan) <= step["argument"] < 1.001 * held(plan)
     # The block's own keys and values are updated in place as well, and the cache when they are committed.
     assert step["alias"] >= slots_of(plan) + plan.device.block_state
