@@ -196,7 +196,7 @@ class Engine:
             valid = np.broadcast_to(np.arange(tokens) < count, (batch, tokens))
             starts = np.full(batch, start, np.int32)
             run = (cache, self.experts.state, chunk, starts, valid, numbers, block_length)
-            logits, staged, self.experts.state, vector = self.programs.logits(*run)
+            vector, staged, self.experts.state, logits = self.programs.prefill(*run, with_logits=True)
             self.experts.observe(vector, batch, tokens)
             cache = self.programs.commit(cache, staged, starts, valid)
             parts.append(np.asarray(logits)[:, :count])

@@ -102,14 +102,8 @@ def largest_program(
 def prefill(
     config: ModelConfig, item: int, context_length: int, batch: int, block_length: int, slots: int | None
 ) -> int:
-    """Bytes of the last chunk of a prompt that fills the context.
-
-    With several sequences XLA copies both cache arrays whole, since rows of them are read and others written.
-    """
-    forward = _prefill_forward(config, item, context_length, batch, block_length, slots)
-    cached = ChunkPlan.of(config, block_length, batch).cache_length(context_length)
-    rows = config.num_hidden_layers * batch * cached if batch > 1 else 0
-    return forward.running() + rows * 2 * config.num_key_value_heads * config.head_dim * item
+    """Bytes of the last chunk of a prompt that fills the context, with its keys and values, which it gives back."""
+    return _prefill_forward(config, item, context_length, batch, block_length, slots).running()
 
 
 def denoise(

@@ -190,7 +190,8 @@ def _prefill(
             valid[index, : len(rows)] = True
         starts = np.full(batch, start, np.int32)
         run = (cache, experts.state, chunk, starts, valid, numbers, block_length)
-        cache, experts.state, vector = programs.prefill(*run)
+        vector, staged, experts.state, _ = programs.prefill(*run)
+        cache = programs.commit(cache, staged, starts, valid)
         experts.observe(vector, batch, tokens)
     return cache
 

@@ -113,9 +113,12 @@ class Programs:
         return jax.tree.leaves((self._leaves, self._store))
 
     def memory(self, kind: str) -> Any:
-        """XLA's memory figures, in bytes, of the last compiled program of a kind ("prefill", "logits", "denoise")."""
-        key = [key for key in self._compiled if key[0] == kind][-1]
-        return self._compiled[key].memory_analysis()
+        """XLA's memory figures, in bytes, of the last compiled program of a kind ("prefill", "denoise", "commit")."""
+        return self._last(kind).memory_analysis()
+
+    def text(self, kind: str) -> str:
+        """The optimised HLO of the last compiled program of a kind, as XLA prints it; for profiles."""
+        return self._last(kind).as_text()
 
     def prefill(
         self,
@@ -126,48 +129,47 @@ class Programs:
         valid: np.ndarray,
         sequence: np.ndarray,
         block_length: int,
-    ) -> tuple[KVCache, Any, Array]:
-        """Commits ``tokens [B, T]`` int32 at ``start [B]`` where ``valid [B, T]``; cache and state are donated.
+        *,
+        with_logits: bool = False,
+    ) -> tuple[Array, Staged, Any, Array | None]:
+        """A forward over ``tokens [B, T]`` int32 at ``start [B]`` where ``valid [B, T]``, all of them given.
 
-        ``sequence [B]`` int32: the rows' numbers. The third result is the packed report.
+        ``sequence [B]`` int32: the rows' numbers. Returns the packed report; the tokens' keys and values, for
+        ``commit``; the state, which is donated; and the logits ``[B, T, V]`` float32, if asked for.
         """
         window = window_for(cache, int(start.max()))
 
         def run(leaves, store, cache, state, tokens, start, valid, sequence):
-            args = (leaves, store, cache, state, tokens, start, valid, sequence, block_length, window)
-            _, forward, state, report = self._read_prompt(*args)
-            return cache.write(forward.keys, forward.values, start, valid), state, report
+            known = (jnp.full(tokens.shape, -1.0), jnp.full(tokens.shape, PROMPT, jnp.int32))
+            runner = self._runner.for_prefill()
+            args = (leaves, store, cache, state, tokens, start, valid, known, block_length, window)
+            model, forward, state = self._forward(runner, *args)
+            zeros = jnp.zeros_like(sequence)
+            record = record_of(
+                state.forward,
+                forward.records,
+                valid,
+                sequence=sequence,
+                block=start // block_length,
+                step=zeros,
+                phase=zeros + PREFILL,
+                confidence=known[0],
+                status=known[1],
+                tokens=tokens,
+            )
+            state = runner.observe(state, record)
+            done = zeros > 0
+            logits = model.head(forward.hidden) if with_logits else None
+            return packed(Report(record, done, done)), Staged(forward.keys, forward.values), state, logits
 
-        key = ("prefill", tokens.shape, block_length, window, cache.keys.shape)
-        return self._call(key, run, (2, 3), cache, state, tokens, start, valid, sequence)
-
-    def logits(
-        self,
-        cache: KVCache,
-        state: Any,
-        tokens: np.ndarray,
-        start: np.ndarray,
-        valid: np.ndarray,
-        sequence: np.ndarray,
-        block_length: int,
-    ) -> tuple[Array, Staged, Any, Array]:
-        """Logits ``[B, T, V]`` float32 of the tokens, their keys and values for ``commit``, the state (donated), and
-        the packed report."""
-        window = window_for(cache, int(start.max()))
-
-        def run(leaves, store, cache, state, tokens, start, valid, sequence):
-            args = (leaves, store, cache, state, tokens, start, valid, sequence, block_length, window)
-            model, forward, state, report = self._read_prompt(*args)
-            return model.head(forward.hidden), Staged(forward.keys, forward.values), state, report
-
-        key = ("logits", tokens.shape, block_length, window, cache.keys.shape)
+        key = ("prefill", tokens.shape, block_length, window, cache.keys.shape, with_logits)
         return self._call(key, run, (3,), cache, state, tokens, start, valid, sequence)
 
     def commit(self, cache: KVCache, staged: Staged, start: np.ndarray, valid: np.ndarray) -> KVCache:
         """Writes staged keys and values at ``start [B]`` where ``valid [B, T]``; the cache is donated.
 
         A program of its own: in the program that read the cache, nothing would order the last layer's reads before
-        the write, and XLA would copy the whole cache at every step.
+        the write, and XLA would copy the whole cache.
         """
 
         def run(leaves, store, cache, staged, start, valid):
@@ -263,29 +265,6 @@ class Programs:
         key = ("denoise", program, window, cache.keys.shape, _signature(params), with_logits)
         return self._call(key, run, (3, 4, 5), cache, staged, state, rows, params)
 
-    def _read_prompt(self, leaves, store, cache, state, tokens, start, valid, sequence, block_length: int, window: int):
-        """A forward over tokens that are all given: ``(model, forward, state, packed report)``."""
-        known = (jnp.full(tokens.shape, -1.0), jnp.full(tokens.shape, PROMPT, jnp.int32))
-        runner = self._runner.for_prefill()
-        args = (leaves, store, cache, state, tokens, start, valid, known, block_length, window)
-        model, forward, state = self._forward(runner, *args)
-        zeros = jnp.zeros_like(sequence)
-        record = record_of(
-            state.forward,
-            forward.records,
-            valid,
-            sequence=sequence,
-            block=start // block_length,
-            step=zeros,
-            phase=zeros + PREFILL,
-            confidence=known[0],
-            status=known[1],
-            tokens=tokens,
-        )
-        state = runner.observe(state, record)
-        done = zeros > 0
-        return model, forward, state, packed(Report(record, done, done))
-
     def _forward(
         self,
         runner: ExpertRunner,
@@ -304,6 +283,10 @@ class Programs:
         experts = Experts(runner, store, state, *known)
         forward = model(tokens, start, valid, cache, experts, block_length=block_length, window=window)
         return model, forward, experts.state
+
+    def _last(self, kind: str) -> jax.stages.Compiled:
+        key = [key for key in self._compiled if key[0] == kind][-1]
+        return self._compiled[key]
 
     def _call(self, key: tuple, run: Callable, donate: tuple[int, ...], *args):
         args = (self._leaves, self._store, *args)
