@@ -65,6 +65,17 @@ def made_up_routing(config: ModelConfig, wanted: int, segments: tuple[int, ...])
     return script
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One forward in milliseconds: the whole of it, and until its program was dispatched; until the device was ready,
+    if that was waited for; ``misses`` per layer."""
+
+    ms: float
+    misses: float
+    dispatched: float
+    ready: float | None
+
+
 class Stepper:
     """Runs denoising forwards of one engine, outside any generation."""
 
@@ -73,8 +84,8 @@ class Stepper:
         self.rule = Threshold(threshold=1.0, mask_id=0, eos_id=1)
         self.arguments = (self.rule.program(), self.rule.params(BLOCK, engine.config.vocab_size))
 
-    def run(self) -> list[tuple[float, float]]:
-        """One pass over all segments: per forward (milliseconds, misses per layer)."""
+    def run(self, *, apart: bool = False) -> list[Step]:
+        """One pass over all segments; ``apart``: waits for the device before it reads the report."""
         engine, experts = self.engine, self.engine.experts
         cache = KVCache.zeros(engine.config, 1, CONTEXT, engine.programs.dtype)
         staged = Staged.zeros(cache, BLOCK)
@@ -89,10 +100,14 @@ class Stepper:
             began = began or time.perf_counter()
             step = engine.programs.denoise(*self.arguments, cache, staged, experts.state, rows, CONTEXT)
             vector, staged, experts.state, rows, _ = step
+            dispatched, ready = time.perf_counter(), None
+            if apart:
+                jax.block_until_ready(rows)
+                ready = 1e3 * (time.perf_counter() - began)
             record = experts.observe(vector, 1, BLOCK).record
             now = time.perf_counter()
             misses = np.mean(np.sum((record.counts > 0) & ~record.resident, axis=1))
-            outcome.append((1e3 * (now - began), float(misses)))
+            outcome.append(Step(1e3 * (now - began), float(misses), 1e3 * (dispatched - began), ready))
             began = now
         return outcome
 
@@ -149,8 +164,8 @@ def main() -> None:
             for index, misses in enumerate(stepper.segments):
                 row = next(row for row in rows if (row.name, row.misses) == (name, misses))
                 end = (index + 1) * (WARM + STEPS)
-                row.times.append(statistics.median(ms for ms, _ in outcome[end - STEPS : end]))
-                row.counts.append(statistics.mean(seen for _, seen in outcome[end - STEPS : end]))
+                row.times.append(statistics.median(step.ms for step in outcome[end - STEPS : end]))
+                row.counts.append(statistics.mean(step.misses for step in outcome[end - STEPS : end]))
     if args.trace:
         for name, stepper in steppers.items():
             with jax.profiler.trace(str(Path(args.trace) / name.replace(" ", ""))):

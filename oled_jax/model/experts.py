@@ -93,9 +93,10 @@ def expert_outputs(x: Array, experts: ExpertWeights) -> Array:
     matmul over all of them reads fastest.
     """
     slots, double_width, hidden = experts.gate_up.shape
-    projected = product("th,rh->tr", x, experts.gate_up.reshape(slots * double_width, hidden))
-    gate, up = jnp.split(rounded(projected, x.dtype).reshape(-1, slots, double_width), 2, axis=-1)
-    return rounded(product("tsi,sih->sth", swiglu(gate, up), experts.down), x.dtype)
+    with jax.named_scope("products"):
+        projected = product("th,rh->tr", x, experts.gate_up.reshape(slots * double_width, hidden))
+        gate, up = jnp.split(rounded(projected, x.dtype).reshape(-1, slots, double_width), 2, axis=-1)
+        return rounded(product("tsi,sih->sth", swiglu(gate, up), experts.down), x.dtype)
 
 
 def gather_chosen(outputs: Array, rows: Array) -> Array:

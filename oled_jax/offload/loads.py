@@ -31,7 +31,8 @@ def load_one(slots: ExpertWeights, bank: ExpertWeights, expert: Array, row: Arra
         one = jax.device_put(one, jax.memory.Space.Device)
         return lax.dynamic_update_slice(rows, one, (row, *origin))
 
-    return ExpertWeights(move(slots.gate_up, bank.gate_up), move(slots.down, bank.down))
+    with jax.named_scope("loads"):
+        return ExpertWeights(move(slots.gate_up, bank.gate_up), move(slots.down, bank.down))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -19,7 +19,7 @@ never through ``cond``, which would copy them.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,7 @@ class OffloadedExperts:
     form: str = LOAD_THEN_COMPUTE
     observes: bool = True
     prefills: bool = False
+    routing: ClassVar[str] = "router"
 
     def __post_init__(self):
         # With everything loaded before anything is computed, an expert of this step cannot yield its row to another.
@@ -140,7 +141,8 @@ class OffloadedExperts:
         """See ``ExpertRunner.run``."""
         own, ids = state.layers[layer], routing.ids
         before = own.row_of >= 0
-        planned = partial(self._planned, own.row_of, state, sorted(state.layers).index(layer), routing)
+        position = sorted(state.layers).index(layer)
+        planned = jax.named_scope("placement")(partial(self._planned, own.row_of, state, position, routing))
         compute = self._sweep if self.prefills else {LOAD_THEN_COMPUTE: self._ltc, STREAM: self._stream}[self.form]
         chosen, after = compute(store[layer], own, planned, x, ids)
         y = combine_chosen(chosen, ids, routing.weights * scale)
