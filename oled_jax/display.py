@@ -170,6 +170,8 @@ def summary(metrics: dict[str, Any], *, finished: bool) -> str:
             f"({_figure(experts['slots_per_working_set'])} of the working set), hit rate {decode['hit_rate']:.1%}, "
             f"{_figure(misses)} misses per layer and forward, {format_bytes(experts['bytes_moved'])} loaded"
         )
+    if experts["routing"] == "scripted":
+        parts.append("routing scripted: taken from a trace, and the answer means nothing")
     if metrics["masks_left"]:
         parts.append(f"{counted(metrics['masks_left'], 'mask')} left undecided")
     parts.append("finished" if finished else "cut at the length limit")

@@ -31,6 +31,7 @@ from oled_jax.model.transformer import LLaDA2
 from oled_jax.offload.budget import choose_budget
 from oled_jax.offload.offloaded import LOAD_THEN_COMPUTE
 from oled_jax.offload.resident import ResidentExperts
+from oled_jax.offload.scripted import ScriptedRouting
 from oled_jax.planner import Plan
 from oled_jax.retention import RetentionPolicy, StepRecord
 from oled_jax.retention.manager import RetentionManager
@@ -39,6 +40,8 @@ from oled_jax.tokenizer import has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from oled_jax.lab.trace import Trace
 
 DEFAULT_CONTEXT = 4096
 
@@ -73,6 +76,7 @@ class Engine:
         self.path = None if path is None else Path(path)
         self.context_length = _checked_context(context_length, self.config)
         runner = runner or ResidentExperts()
+        self._scripted_block = runner.block_length if isinstance(runner, ScriptedRouting) else None
         self.experts = ExpertSession(self.config, runner, experts, new_manager)
         self.programs = Programs(model, runner, self.experts.store, on_compile)
 
@@ -89,6 +93,7 @@ class Engine:
         form: str = LOAD_THEN_COMPUTE,
         staging: int = 4,
         manager: str = "device",
+        routing: "Trace | None" = None,
         on_plan: Callable[[Plan], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str], None] | None = None,
@@ -101,6 +106,10 @@ class Engine:
         "oled:w=one,rho_in=0.5"); ``form`` is "load-then-compute" or "stream" (``oled_jax.offload.offloaded``);
         ``staging`` rows per layer serve experts that may not stay; ``manager`` says where the policy learns from a
         forward, inside the jitted step ("device") or between steps ("host"): decisions are the same.
+
+        ``routing``: a trace (``oled_jax.lab.read_trace``) whose ids and weights take the router's place in decoding
+        forwards, for benchmarks with weights that say nothing about routing: answers are meaningless, loads and times
+        are not, and all metrics say "scripted" (``oled_jax.offload.scripted``).
 
         ``dtype``: "bfloat16" or "float32" for weights and activations; None keeps the checkpoint's. ``context_length``:
         positions to make room for, by default the model's limit but at most 4096. ``expert_bias_dtype``: "checkpoint"
@@ -131,6 +140,9 @@ class Engine:
                 staging=staging,
                 manager=manager,
             )
+            runner = budget.runner
+            if routing is not None:
+                runner = ScriptedRouting.of_trace(runner, routing, checkpoint.config)
             if on_plan:
                 on_plan(budget.plan)
             weights = load_weights(
@@ -144,7 +156,7 @@ class Engine:
             *weights,
             path=path,
             context_length=context_length,
-            runner=budget.runner,
+            runner=runner,
             new_manager=budget.new_manager,
             on_compile=on_compile,
         )
@@ -153,6 +165,7 @@ class Engine:
         c, placed = self.config, self.experts.metrics()
         held = f"{placed.experts_on_device} of {placed.num_experts} experts per layer on the device"
         policy = f", policy {placed.policy}, {placed.form}" if placed.policy else ""
+        policy += ", routing scripted" if placed.routing == "scripted" else ""
         return f"<Engine of {self.path}: {c.num_hidden_layers} layers, {held}{policy}, context {self.context_length}>"
 
     @cached_property
@@ -259,6 +272,11 @@ class Engine:
             if callback is not None and not callable(callback):
                 raise OledError(f"{name} is {callback!r}: give a function of one argument, or None")
         self._check_block(rule.block_length)
+        if self._scripted_block not in (None, rule.block_length):
+            raise OledError(
+                f"block_length is {rule.block_length}, and the trace that gives the routing has blocks of "
+                f"{self._scripted_block}: give that (--block-length {self._scripted_block})"
+            )
         if self.config.block_routing and rule.block_length % self.config.block_size:
             raise OledError(
                 f"block_length is {rule.block_length}: this model routes experts by windows of "

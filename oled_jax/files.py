@@ -11,8 +11,9 @@ import contextlib
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from oled_jax.errors import CheckpointError
 
@@ -64,21 +65,28 @@ def read_bytes(path: str | Path) -> bytes:
         return file.read()
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name (``path`` with ``.tmp`` appended) and renames it once it is on the disk.
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write: under a temporary name (``path`` with ``.tmp`` appended), renamed once it is on the disk.
 
     After an exception the temporary file is gone; a full disk raises OSError.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes ``content`` as a ``whole_file``."""
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def lacking_room(folder: Path, nbytes: int, files: int) -> str | None:

@@ -63,7 +63,8 @@ class ExpertMetrics:
 
     ``experts_on_device``: N, slots per layer (all experts at full residency); ``policy`` and ``form`` are None at full
     residency; ``expert_bytes``: of one expert; ``resident``: expert ids that lay in the slots at the end, by layer;
-    ``manager_seconds``: what the retention manager took on the host between forwards (0 where the step itself decides).
+    ``manager_seconds``: what the retention manager took on the host between forwards (0 where the step itself decides);
+    ``routing``: "router", or "scripted" where a trace took the router's place and answers mean nothing.
     """
 
     num_experts: int
@@ -75,6 +76,7 @@ class ExpertMetrics:
     decode: ExpertTraffic
     resident: tuple[tuple[int, ...], ...]
     manager_seconds: float
+    routing: str = "router"
 
     @property
     def bytes_moved(self) -> int:
@@ -167,6 +169,9 @@ class Placement(Protocol):
     @property
     def form(self) -> str | None: ...
 
+    @property
+    def routing(self) -> str: ...
+
 
 class TrafficCounter:
     """Adds up records, forward by forward. Counters are int64 ``[phase, L]``, phase 0 being prefill."""
@@ -218,4 +223,5 @@ class TrafficCounter:
             decode=decode,
             resident=tuple(tuple(np.flatnonzero(layer).tolist()) for layer in self._resident),
             manager_seconds=manager_seconds,
+            routing=placement.routing,
         )

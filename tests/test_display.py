@@ -207,7 +207,7 @@ def test_summary():
         "ms_per_forward": 12.34567,
         "tokens_per_second": 1234.5,
         "masks_left": 0,
-        "experts": {"policy": None},
+        "experts": {"policy": None, "routing": "router"},
     }
     rates = "128 tokens, 40 forwards, 3.2 tokens/forward, 12.35 ms/forward, 1234 tokens/s"
     assert summary(metrics, finished=True) == f"{rates}, finished"
@@ -218,9 +218,12 @@ def test_summary():
         "1 token, 1 forward, 3.2 tokens/forward, 12.35 ms/forward, 1234 tokens/s, 1 mask left undecided, finished"
     )
     decode = {"misses": [30, 50], "forwards": 40, "hit_rate": 0.953}
-    experts = {"policy": "lru", "experts_on_device": 100, "num_experts": 256, "decode": decode}
+    experts = {"policy": "lru", "routing": "router", "experts_on_device": 100, "num_experts": 256, "decode": decode}
     experts |= {"slots_per_working_set": 1.35, "bytes_moved": 2 * 10**9}
     assert summary({**metrics, "experts": experts}, finished=True) == (
         f"{rates}, 100 of 256 experts on the device (1.35 of the working set), hit rate 95.3%, "
         "1 misses per layer and forward, 2 GB loaded, finished"
+    )
+    assert summary({**metrics, "experts": {"policy": None, "routing": "scripted"}}, finished=True) == (
+        f"{rates}, routing scripted: taken from a trace, and the answer means nothing, finished"
     )

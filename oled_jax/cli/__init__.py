@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from oled_jax.cli.running import Parser, command_parser, run_command
 
 # In the order of the help.
-COMMANDS = ("plan", "generate", "check", "replay")
+COMMANDS = ("plan", "generate", "check", "trace", "replay")
 
 
 def build_parser() -> Parser:

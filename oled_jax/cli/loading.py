@@ -17,6 +17,10 @@ def load_engine(args: argparse.Namespace, context_length: int, compiling: Compil
     """The engine that the options of ``args`` describe; ``changes`` replace arguments of ``Engine.load``."""
     from oled_jax.engine import Engine
 
+    if args.routing is not None:
+        from oled_jax.lab.trace import read_trace
+
+        changes = {"routing": read_trace(args.routing), **changes}
     progress = ProgressLine("loading")
     arguments = {
         "dtype": args.dtype,

@@ -44,7 +44,7 @@ def add_prompt_options(parser: argparse.ArgumentParser, *, required: bool) -> No
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE.jsonl",
-        help='a JSON object per line: "prompt" or "prompt_ids", optionally "id" and "seed"',
+        help='a JSON object per line: "prompt" or "prompt_ids", optionally "id", "seed", "task" and "split"',
     )
     parser.add_argument("--system", metavar="TEXT", help="system turn before the prompt")
     parser.add_argument("--raw", action="store_true", help="encode the text as it is, without the chat template")
@@ -85,6 +85,12 @@ def add_placement_options(parser: argparse.ArgumentParser, *, required: bool = F
     group.add_argument("--staging", type=int, default=4, metavar="N", help="rows for experts that may not stay (4)")
     group.add_argument(
         "--manager", default="device", help='where the policy learns: "device", inside the step (default), or "host"'
+    )
+    group.add_argument(
+        "--routing",
+        metavar="TRACE",
+        help="trace file whose routing takes the router's place in decoding, for benchmarks: loads and times are those "
+        "of the trace, answers mean nothing",
     )
 
 

@@ -4,8 +4,8 @@ Promises: everything that is wrong with a file of prompts is found before a mode
 with line numbers. Reads text files only; knows nothing of models beyond the size of the vocabulary.
 
 A line of a prompts file is a JSON object with ``prompt`` (text) or ``prompt_ids`` (list of token ids), and optionally
-``id`` (a string or integer, handed through to the result) and ``seed`` (default: that of the command line). Blank lines
-do not count.
+``id`` (a string or integer, handed through to the result), ``seed`` (default: that of the command line), and what a
+trace says of its sequences: ``task`` (a string) and ``split`` ("calibration" or "evaluation"). Blank lines are skipped.
 """
 
 import argparse
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEED_LIMIT = 2**32
-_KEYS = ("prompt", "prompt_ids", "id", "seed")
+_KEYS = ("prompt", "prompt_ids", "id", "seed", "task", "split")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Request:
     ids: tuple[int, ...] | None
     seed: int
     id: str | int | None = None
+    task: str | None = None
+    split: str | None = None
 
 
 def read_requests(args: argparse.Namespace) -> list[Request]:
@@ -147,7 +149,20 @@ def _parse_line(line: bytes, where: str, seed: int) -> Request:
         raise OledError("prompt_ids is no list of integers with at least one of them")
     if name is not None and not isinstance(name, str) and not _is_int(name):
         raise OledError(f"id is {name!r}, expected a string or an integer")
-    return Request(where, text, None if ids is None else tuple(ids), _seed(raw.get("seed", seed), "seed"), name)
+    seed = _seed(raw.get("seed", seed), "seed")
+    return Request(where, text, None if ids is None else tuple(ids), seed, name, **_labels(raw))
+
+
+def _labels(raw: dict[str, Any]) -> dict[str, str]:
+    """Task and split of a line, where it has them."""
+    from oled_jax.lab.trace_checks import SPLITS
+
+    task, split = raw.get("task"), raw.get("split")
+    if task is not None and (not isinstance(task, str) or not task):
+        raise OledError(f"task is {task!r}, expected text that is not empty")
+    if split is not None and split not in SPLITS:
+        raise OledError(f"split is {split!r}, expected {' or '.join(SPLITS)}")
+    return {name: value for name, value in (("task", task), ("split", split)) if value is not None}
 
 
 def _seed(value: Any, name: str) -> int:

@@ -79,7 +79,8 @@ def run_command(
     ``build_parser`` is called under the same protection as the command, since it imports. ``left_behind`` is asked,
     from whatever thread, what an interrupted command has left; its answer ends the line that tells of the interrupt,
     and the namespace may lack everything that was not parsed yet. Without a subcommand the commands are listed on
-    standard error. ``--help`` and ``--version`` leave through SystemExit, as argparse does.
+    standard error. A command whose cleaning up may take more than a few seconds sets ``seconds_to_clean_up`` in the
+    namespace. ``--help`` and ``--version`` leave through SystemExit, as argparse does.
     """
     arguments = argparse.Namespace()
 
@@ -98,7 +99,7 @@ def run_command(
             return EXIT_INTERRUPTED
         except (OledError, OSError) as error:
             return _report(prog, error)
-    interrupts = _Interrupts(interrupted)
+    interrupts = _Interrupts(interrupted, lambda: vars(arguments).get("seconds_to_clean_up", _SECONDS_TO_CLEAN_UP))
     try:
         try:
             interrupts.start()
@@ -207,11 +208,12 @@ class _Interrupts:
     The thread is needed since an exception alone does not end every command: it is not raised before native code
     returns; raised in a callback, such as the one that jax hangs into the garbage collector, it is printed and lost;
     and what catches it may take long. The thread ends the process at the second interrupt, or when cleaning up takes
-    more than a few seconds; what is on disk then is what a killed process leaves, under temporary names.
+    more than ``patience()`` seconds; what is on disk then is what a killed process leaves, under temporary names.
     """
 
-    def __init__(self, message: Callable[[], str]):
+    def __init__(self, message: Callable[[], str], patience: Callable[[], float]):
         self.received = False
+        self._patience = patience
         self._message = message
         self._raised = False
         self._ending = threading.Lock()
@@ -270,7 +272,7 @@ class _Interrupts:
             if again(_SECONDS_TO_NOTICE):
                 break
             if self._raised:
-                again(_SECONDS_TO_CLEAN_UP)
+                again(self._patience())
                 break
             signal.raise_signal(signal.SIGINT)
             os.read(reader, 1)  # that one

@@ -17,52 +17,54 @@ One row per (forward, sequence). Sizes: F rows, L mixture-of-experts layers, T t
                                       every row is a forward of its own
 
 T is the length of a block. A chunk of a prompt is longer, so a forward of prefill has several rows for a sequence, in
-order, one per block. The metadata hold one entry, ``trace``: a JSON object with ``num_experts`` and whatever the
-recorder knew (model, config, decoding arguments, versions).
+order, one per block.
 
-Deliberately not here: making rows from an engine's records (``recording``), and what policies see (``stream``).
+The metadata are strings: ``format`` ("oled-trace"), ``version``, ``num_experts``, and an entry for whatever else the
+recorder knew (model, config, decoding arguments, versions, routing). A value is JSON; a string that is not JSON by
+itself stands as it is. ``sequences`` describes sequences, an object each: ``sequence`` (its number) and, where known,
+``task``, ``split`` ("calibration" or "evaluation") and more. Files of before version 1 hold one entry ``trace``, a JSON
+object of all this, and are read as well.
+
+Deliberately not here: making rows from an engine's records (``recording``), the checks (``trace_checks``), and what
+policies see (``stream``).
 """
 
+import contextlib
 import dataclasses
 import gzip
 import json
 import math
 import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from oled_jax.errors import OledError, problem_list
-from oled_jax.files import open_regular, write_whole
-from oled_jax.retention.record import KV_WRITE, PREFILL, PROMPT
+from oled_jax.files import open_regular, whole_file
+from oled_jax.lab.trace_checks import (
+    LAYOUT,
+    experts_problems,
+    layout_problems,
+    sequences_problems,
+    value_problems,
+)
+from oled_jax.lab.trace_checks import PADDING as PADDING
 
-PADDING = 65535  # the expert id of a token that does not count
+FORMAT, VERSION = "oled-trace", 1
+_GZIP_LEVEL = 6
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPES = {"U8": "uint8", "U16": "uint16", "I32": "int32", "F16": "float16"}  # those that a trace may hold
-_LAYOUT = {
-    "expert_ids": (("uint16",), "FLTK"),
-    "weights": (("float16", "uint8"), "FLTK"),
-    "confidence": (("float16",), "FT"),
-    "tokens": (("int32",), "FT"),
-    "status": (("uint8",), "FT"),
-    "sequence": (("int32",), "F"),
-    "block": (("int32",), "F"),
-    "step": (("int32",), "F"),
-    "phase": (("uint8",), "F"),
-    "forward": (("int32",), "F"),
-}
-_ROWS_AT_A_TIME = 1 << 12
+_BYTES_AT_A_TIME = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Trace:
     """The arrays of a trace file as the module describes them, checked. ``num_experts``: E, the routed experts of a
-    layer; ``metadata``: the rest of the JSON object; ``source``: what messages call it.
+    layer; ``metadata``: what else is known; ``source``: what messages call it.
 
-    OledError for arrays that are no trace, all problems in one message.
+    OledError for arrays or descriptions of sequences that are no trace, all problems in one message.
     """
 
     num_experts: int
@@ -82,9 +84,10 @@ class Trace:
     def __post_init__(self):
         arrays = self.arrays()
         described = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
-        problems = [*_experts_problems(self.num_experts), *_layout_problems(described)]
+        problems = [*experts_problems(self.num_experts), *layout_problems(described)]
+        problems += sequences_problems(self._sequences)
         if not problems:
-            problems = _value_problems(arrays, self.num_experts)
+            problems = value_problems(arrays, self.num_experts)
         if problems:
             raise OledError(problem_list(self.source, problems))
 
@@ -98,9 +101,45 @@ class Trace:
         """T."""
         return self.expert_ids.shape[2]
 
+    @property
+    def tasks(self) -> dict[int, str]:
+        """The task of each sequence that has one, by sequence number."""
+        return self._labels("task")
+
+    @property
+    def splits(self) -> dict[int, str]:
+        """ "calibration" or "evaluation", for each sequence that was put into either."""
+        return self._labels("split")
+
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays by their names in a file."""
-        return {name: getattr(self, name) for name in _LAYOUT}
+        return {name: getattr(self, name) for name in LAYOUT}
+
+    def select(self, sequences: Iterable[int]) -> "Trace":
+        """The rows of some sequences, in the order in which they stand, with their descriptions.
+
+        Forwards keep their numbers, and those without a row left are gone. A sequence that was decoded in a batch
+        leaves the others behind, so that what is left asks for less than the engine saw: select whole batches for
+        counts that an engine could have had. OledError for a sequence without rows, or if none is named.
+        """
+        wanted = set(sequences)
+        absent = sorted(wanted - set(self.sequence.tolist()))
+        if absent or not wanted:
+            wrong = f"has no sequence {', '.join(map(str, absent[:5]))}" if absent else "without any sequence is none"
+            raise OledError(f"{self.source} {wrong}: its sequences are {_ranges(self.sequence)}")
+        rows = np.isin(self.sequence, sorted(wanted))
+        metadata = dict(self.metadata)
+        if "sequences" in metadata:
+            metadata["sequences"] = [entry for entry in self._sequences if entry["sequence"] in wanted]
+        chosen = {name: array[rows] for name, array in self.arrays().items()}
+        return dataclasses.replace(self, **chosen, metadata=metadata)
+
+    @property
+    def _sequences(self) -> Any:
+        return self.metadata.get("sequences", [])
+
+    def _labels(self, name: str) -> dict[int, str]:
+        return {entry["sequence"]: entry[name] for entry in self._sequences if name in entry}
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -125,16 +164,66 @@ def read_trace(path: str | Path) -> Trace:
 
 def write_trace(path: str | Path, trace: Trace) -> None:
     """Writes ``trace``, gzipped if ``path`` ends in ``.gz``, replacing a file of that name; OSError on a full disk."""
-    about = json.dumps({"num_experts": trace.num_experts, **trace.metadata}, sort_keys=True)
-    arrays = {name: np.ascontiguousarray(array) for name, array in trace.arrays().items()}
-    # One entry only: several would be written in an order that changes from process to process.
-    content = save(arrays, metadata={"trace": about})
+    arrays = trace.arrays()
+    described = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    write_arrays(path, trace.num_experts, trace.metadata, described, lambda name: [arrays[name]])
+
+
+def write_arrays(
+    path: str | Path,
+    num_experts: int,
+    metadata: Mapping[str, Any],
+    described: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    parts: Callable[[str], Iterable[np.ndarray]],
+) -> None:
+    """Writes a trace of which no more need be in memory than one part: ``described`` gives dtype and shape of every
+    array, ``parts(name)`` its rows, in order. The caller vouches for what is in them. See ``write_trace``."""
     path = Path(path)
-    write_whole(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
+    # Wide elements first: every array is then aligned to its own elements.
+    order = sorted(described, key=lambda name: (-described[name][0].itemsize, name))
+    with whole_file(path) as file, _compressed(file) if path.suffix == ".gz" else contextlib.nullcontext(file) as out:
+        out.write(_header(num_experts, metadata, {name: described[name] for name in order}))
+        for name in order:
+            for part in parts(name):
+                out.write(np.ascontiguousarray(part).data.cast("B"))
+
+
+def _compressed(file: IO[bytes]) -> gzip.GzipFile:
+    """Without a name and a time, which would make equal traces differ."""
+    return gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0)
+
+
+def _header(
+    num_experts: int, metadata: Mapping[str, Any], described: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+) -> bytes:
+    """Length prefix and header of a file."""
+    about = {**metadata, "format": FORMAT, "version": VERSION, "num_experts": num_experts}
+    header: dict[str, Any] = {"__metadata__": {key: _as_string(about[key]) for key in sorted(about)}}
+    names, end = {dtype: name for name, dtype in _DTYPES.items()}, 0
+    for name, (dtype, shape) in described.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype.name], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _as_string(value: Any) -> str:
+    """JSON, but a string stands as it is where nobody could take it for JSON."""
+    if isinstance(value, str) and value.isprintable() and _as_value(value) is value:
+        return value
+    return json.dumps(value, sort_keys=True)
+
+
+def _as_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _read(file: IO[bytes], where: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and the JSON object of a file's metadata; the data are read once the header is that of a trace."""
+    """Arrays and metadata of a file; the data are read once the header is that of a trace."""
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > _MAX_HEADER_BYTES:
@@ -144,22 +233,37 @@ def _read(file: IO[bytes], where: str) -> tuple[dict[str, np.ndarray], dict[str,
         raise OledError(f"trace {where} is truncated: its header takes {length} bytes, and {len(raw)} are left for it")
     try:
         header = json.loads(raw)
-        described = {name: _described(entry) for name, entry in header.items() if name != "__metadata__"}
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        described = {name: _described(entry) for name, entry in entries.items()}
+        extents = {name: _extent(entry) for name, entry in entries.items()}
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise OledError(f"trace {where} has a header that is not of a safetensors file ({error})") from None
     about, problems = _about(header.get("__metadata__"))
-    problems += _layout_problems({"forward": ("int32", _rows(described)), **described})
+    problems += layout_problems({"forward": ("int32", _rows(described)), **described})
     if problems:
         raise OledError(problem_list(f"trace {where}", problems))
+    arrays, end = {}, 0
     size = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in described.values())
-    data = file.read(size + 1)
-    if len(data) != size:
-        found = f"more than {size}" if len(data) > size else len(data)
-        raise OledError(f"trace {where} is truncated or damaged: it holds {found} bytes of data, expected {size}")
-    try:
-        return load(start + raw + data), about
-    except SafetensorError as error:
-        raise OledError(f"trace {where} is damaged: {error}") from None
+    for name, (begins, ends) in sorted(extents.items(), key=lambda item: item[1]):
+        dtype, shape = described[name]
+        if begins != end or ends - begins != np.dtype(dtype).itemsize * math.prod(shape):
+            raise OledError(f"trace {where} is damaged: {name} cannot lie from byte {begins} to {ends} of its data")
+        data, end = _take(file, ends - begins), ends
+        if len(data) < ends - begins:
+            found = begins + len(data)
+            raise OledError(f"trace {where} is truncated or damaged: it holds {found} bytes of data, expected {size}")
+        arrays[name] = np.frombuffer(data, dtype).reshape(shape)
+    if file.read(1):
+        raise OledError(f"trace {where} is truncated or damaged: it holds more than {size} bytes of data")
+    return arrays, about
+
+
+def _take(file: IO[bytes], count: int) -> bytearray:
+    """The next ``count`` bytes, or as many as there are: memory is asked for as they come, whatever a header says."""
+    data = bytearray()
+    while len(data) < count and (part := file.read(min(count - len(data), _BYTES_AT_A_TIME))):
+        data += part
+    return data
 
 
 def _described(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -170,111 +274,41 @@ def _described(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     return _DTYPES.get(entry["dtype"], entry["dtype"]), shape
 
 
+def _extent(entry: dict[str, Any]) -> tuple[int, int]:
+    """Where the data of one header entry begin and end."""
+    begins, ends = entry["data_offsets"]
+    if type(begins) is not int or type(ends) is not int:
+        raise ValueError(f"data_offsets are {entry['data_offsets']}")
+    return begins, ends
+
+
 def _rows(described: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
     """The shape that ``forward`` has where it is not given."""
     return described.get("expert_ids", ("", (0,)))[1][:1]
 
 
 def _about(metadata: Any) -> tuple[dict[str, Any], list[str]]:
-    """The JSON object of the metadata, and what is wrong with it."""
-    text = metadata.get("trace") if isinstance(metadata, dict) else None
-    if not isinstance(text, str):
-        return {}, ['its metadata have no entry "trace"']
-    try:
-        about = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return {}, [f'its metadata entry "trace" is no JSON ({error})']
-    if not isinstance(about, dict):
-        return {}, ['its metadata entry "trace" is no JSON object']
-    return about, list(_experts_problems(about.get("num_experts")))
+    """What the metadata say, ``num_experts`` among it, and what is wrong with them."""
+    strings = metadata if isinstance(metadata, dict) else {}
+    if "format" in strings:
+        about = {key: _as_value(text) if isinstance(text, str) else text for key, text in strings.items()}
+        written, version = about.pop("format"), about.pop("version", None)
+        if written != FORMAT:
+            return {}, [f"its format is {written!r}; a trace's is {FORMAT!r}"]
+        if type(version) is not int or version != VERSION:
+            return {}, [f"its version is {version!r}; this release of oled-jax reads {VERSION}"]
+    elif "trace" not in strings:
+        return {}, [f'its metadata have no entry "format" that says {FORMAT}']
+    else:
+        about = _as_value(strings["trace"]) if isinstance(strings["trace"], str) else None
+        if not isinstance(about, dict):
+            return {}, ['its metadata entry "trace" is no JSON object']
+    return about, [*experts_problems(about.get("num_experts")), *sequences_problems(about.get("sequences", []))]
 
 
-def _experts_problems(num_experts: Any) -> list[str]:
-    if type(num_experts) is int and 1 <= num_experts <= PADDING:
-        return []
-    return [f"num_experts is {num_experts!r}; it must be an integer from 1 to {PADDING}"]
-
-
-def _layout_problems(described: dict[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Arrays that are missing or unknown, have another dtype, or a shape that disagrees with ``expert_ids``."""
-    problems = [f"{name} is missing" for name in _LAYOUT if name not in described]
-    problems += [f"{name!r} is no array of a trace" for name in described if name not in _LAYOUT]
-    shape = described.get("expert_ids", ("", ()))[1]
-    sizes = dict(zip("FLTK", shape, strict=True)) if len(shape) == 4 else None
-    if sizes is not None and 0 in sizes.values():
-        problems.append(f"expert_ids is empty: its shape is {list(shape)}")
-    for name, (dtypes, axes) in _LAYOUT.items():
-        if name not in described:
-            continue
-        dtype, shape = described[name]
-        if dtype not in dtypes:
-            problems.append(f"{name} is {dtype}; it must be {' or '.join(dtypes)}")
-        if len(shape) != len(axes):
-            problems.append(f"{name} has shape {list(shape)}; it must have {len(axes)} axes: {', '.join(axes)}")
-        elif sizes is not None and shape != tuple(sizes[axis] for axis in axes):
-            expected = [sizes[axis] for axis in axes]
-            problems.append(f"{name} has shape {list(shape)}; expert_ids asks for {expected} ({', '.join(axes)})")
-    return problems
-
-
-def _value_problems(arrays: dict[str, np.ndarray], num_experts: int) -> list[str]:
-    problems = []
-    for name in ("sequence", "block", "step", "forward"):
-        _tell(problems, name, arrays[name], arrays[name] < 0, "must not be negative")
-    _tell(problems, "phase", arrays["phase"], arrays["phase"] > KV_WRITE, f"must be {PREFILL} to {KV_WRITE}")
-    _tell(problems, "status", arrays["status"], arrays["status"] > PROMPT, f"must be 0 to {PROMPT}")
-    confidence = arrays["confidence"].astype(np.float32)
-    _tell(
-        problems, "confidence", confidence, ~(confidence <= 1) | np.isinf(confidence), "must be at most 1, and finite"
-    )
-    _tell_of_large(problems, arrays, num_experts)
-    _tell_of_order(problems, arrays)
-    return problems
-
-
-def _tell(problems: list[str], name: str, values: np.ndarray, wrong: np.ndarray, rule: str, first_row: int = 0) -> bool:
-    """Adds a problem if any of ``values`` is ``wrong``; names the first of them."""
-    if not wrong.any():
-        return False
-    where = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-    place = ", ".join(str(int(i) + (first_row if axis == 0 else 0)) for axis, i in enumerate(where))
-    problems.append(f"{name}[{place}] is {values[where]}; it {rule}")
-    return True
-
-
-def _tell_of_large(problems: list[str], arrays: dict[str, np.ndarray], num_experts: int) -> None:
-    """Experts and weights, some rows at a time, until one problem of each kind is found."""
-    told = set()
-    for row in range(0, len(arrays["sequence"]), _ROWS_AT_A_TIME):
-        ids, weights = (arrays[name][row : row + _ROWS_AT_A_TIME] for name in ("expert_ids", "weights"))
-        padded = ids == PADDING
-        checks = [("expert_ids", ids, (ids >= num_experts) & ~padded, f"must be below {num_experts}, or {PADDING}")]
-        uneven = padded != padded[:, :1, :, :1]
-        checks.append(
-            ("expert_ids ", ids, uneven, f"must be {PADDING} in all layers and choices of a token, or in none")
-        )
-        if weights.dtype == np.float16:
-            # As bits, because numpy computes with float16 one by one: 0 to 1 are the bit patterns up to that of 1.
-            outside = (weights.view(np.uint16) > 0x3C00) & (weights.view(np.uint16) != 0x8000)
-            checks.append(("weights", weights, outside, "must be from 0 to 1"))
-        for name, values, wrong, rule in checks:
-            if name not in told and _tell(problems, name.strip(), values, wrong, rule, row):
-                told.add(name)
-
-
-def _tell_of_order(problems: list[str], arrays: dict[str, np.ndarray]) -> None:
-    forward, prefill = arrays["forward"].astype(np.int64), arrays["phase"] == PREFILL
-    back = np.concatenate([[False], np.diff(forward) < 0])
-    _tell(problems, "forward", forward, back, "must not be smaller than the one before")
-    if back.any():
-        return
-    begins = np.flatnonzero(np.concatenate([[True], np.diff(forward) > 0]))
-    mixed = np.logical_or.reduceat(prefill, begins) & np.logical_or.reduceat(~prefill, begins)
-    _tell(
-        problems, "forward", forward, np.isin(forward, forward[begins[mixed]]), "holds both prefill and decoding rows"
-    )
-    order = np.lexsort((arrays["sequence"], forward))
-    same = (np.diff(forward[order]) == 0) & (np.diff(arrays["sequence"][order]) == 0)
-    repeated = np.zeros(len(forward), bool)
-    repeated[order[1:]] = same & ~prefill[order[1:]]
-    _tell(problems, "sequence", arrays["sequence"], repeated, "has two decoding rows in one forward")
+def _ranges(sequences: np.ndarray) -> str:
+    """Numbers in words: "0 to 9, 12"."""
+    numbers = np.unique(sequences)
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    told = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(told[:10]) + (", ..." if len(told) > 10 else "")

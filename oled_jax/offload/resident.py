@@ -33,6 +33,7 @@ class ResidentExperts:
     slots: ClassVar[None] = None
     policy_label: ClassVar[None] = None
     form: ClassVar[None] = None
+    routing: ClassVar[str] = "router"
 
     def init(self, weights: dict[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], ResidentState]:
         """The weights themselves are the store."""

@@ -1,5 +1,6 @@
 """Trace files: what is written is read back, and what is no trace is told, all of it at once."""
 
+import dataclasses
 import gzip
 import json
 import re
@@ -7,9 +8,11 @@ import re
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
 
 from oled_jax.errors import OledError
-from oled_jax.lab import Trace, read_trace, write_trace
+from oled_jax.lab import Stream, Trace, read_trace, write_trace
 from oled_jax.lab.trace import PADDING
 from tests.lab.traces import EXPERTS, arrays, random_trace
 
@@ -17,7 +20,7 @@ METADATA = {"model": "tiny", "config": {"num_experts": EXPERTS}, "decoding": {"t
 
 
 def write_raw(path, given: dict, about: object = None, **metadata):
-    """A safetensors file of any arrays; ``about``: the JSON of its metadata entry."""
+    """A safetensors file of any arrays, as they were before version 1; ``about``: the JSON of its metadata entry."""
     about = {"num_experts": EXPERTS} if about is None else about
     path.write_bytes(safetensors.numpy.save(given, {"trace": json.dumps(about)} | metadata))
     return path
@@ -42,6 +45,125 @@ def test_written_and_read_back(tmp_path, suffix):
     write_trace(tmp_path / f"b{suffix}", found)
     assert (tmp_path / f"b{suffix}").read_bytes() == path.read_bytes()
     assert {each.name for each in tmp_path.iterdir()} == {f"a{suffix}", f"b{suffix}"}
+
+
+@pytest.mark.parametrize("weights", [np.float16, np.uint8])
+def test_other_readers_of_the_format_see_the_same(tmp_path, weights):
+    given = arrays(0, 9)
+    given["weights"] = (given["weights"] * 255 if weights is np.uint8 else given["weights"]).astype(weights)
+    path = tmp_path / "a.safetensors"
+    write_trace(path, Trace(num_experts=EXPERTS, **given, metadata={**METADATA, "device": "3", "note": "{"}))
+    found = safetensors.numpy.load_file(path)
+    assert found.keys() == given.keys()
+    for name, array in given.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+    with safetensors.safe_open(path, "numpy") as file:
+        about = file.metadata()
+    assert about == {
+        "format": "oled-trace",
+        "version": "1",
+        "num_experts": str(EXPERTS),
+        "model": "tiny",
+        "config": '{"num_experts": 8}',
+        "decoding": '{"threshold": 0.9}',
+        "device": '"3"',
+        "note": "{",
+    }
+    assert read_trace(path).metadata == {**METADATA, "device": "3", "note": "{"}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+WRITTEN = ("format", "version", "num_experts", "sequences")
+
+
+@given(st.dictionaries(st.text("abcde", min_size=1).filter(lambda key: key not in WRITTEN), JSON, max_size=3))
+def test_metadata_are_read_back(tmp_path_factory, metadata):
+    path = tmp_path_factory.getbasetemp() / "metadata.safetensors"
+    write_trace(path, dataclasses.replace(random_trace(0, 2), metadata=metadata))
+    assert read_trace(path).metadata == metadata
+
+
+@pytest.mark.parametrize("text", ["true", " 1", '"a"', "NaN", "[", "", "a\nb", "\ud800", "tiny model"])
+def test_strings_stay_strings(tmp_path, text):
+    write_trace(tmp_path / "a", dataclasses.replace(random_trace(0, 2), metadata={"model": text}))
+    assert read_trace(tmp_path / "a").metadata == {"model": text}
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({"format": "safetensors-of-something"}, "its format is 'safetensors-of-something'; a trace's is 'oled-trace'"),
+        ({"format": "oled-trace"}, "its version is None; this release of oled-jax reads 1"),
+        ({"format": "oled-trace", "version": "2", "num_experts": "8"}, "its version is 2; this release"),
+        ({"format": "oled-trace", "version": "1"}, "num_experts is None; it must be an integer"),
+        ({"format": "oled-trace", "version": "1", "num_experts": "eight"}, "num_experts is 'eight'; it must be"),
+        ({}, 'its metadata have no entry "format" that says oled-trace'),
+    ],
+)
+def test_metadata_that_are_not_those_of_a_trace(tmp_path, about, expected):
+    (tmp_path / "a").write_bytes(safetensors.numpy.save(arrays(0, 3), about))
+    message = told(tmp_path / "a")
+    assert expected in message and ": 1 problem: " in message
+
+
+def labelled(*entries: dict) -> Trace:
+    """Three batches of two sequences (2 and 3, 4 and 5, 6 and 7), described by ``entries``."""
+    return dataclasses.replace(random_trace(3, 14, prefill=True), metadata={"model": "m", "sequences": list(entries)})
+
+
+def test_tasks_and_splits(tmp_path):
+    trace = labelled(
+        {"sequence": 2, "task": "copy", "split": "calibration"}, {"sequence": 3, "task": "sort"}, {"sequence": 5}
+    )
+    write_trace(tmp_path / "a.gz", trace)
+    for each in (trace, read_trace(tmp_path / "a.gz")):
+        assert (each.tasks, each.splits) == ({2: "copy", 3: "sort"}, {2: "calibration"})
+    plain = read_trace(write_raw(tmp_path / "old", arrays(0, 3), {"num_experts": EXPERTS, "model": "m"}))
+    assert (plain.tasks, plain.splits, plain.metadata) == ({}, {}, {"model": "m"})
+
+
+def test_selected_sequences_keep_their_rows_and_forwards():
+    trace = labelled({"sequence": 2, "task": "copy"}, {"sequence": 4, "task": "sort"}, {"sequence": 5})
+    assert set(trace.sequence.tolist()) == {2, 3, 4, 5, 6, 7}
+    found = trace.select([5, 4])
+    rows = [row for row in range(len(trace.sequence)) if trace.sequence[row] in (4, 5)]
+    for name, array in trace.arrays().items():
+        np.testing.assert_array_equal(getattr(found, name), np.stack([array[row] for row in rows]), strict=True)
+    assert found.metadata == {"model": "m", "sequences": [{"sequence": 4, "task": "sort"}, {"sequence": 5}]}
+    assert trace.tasks == {2: "copy", 4: "sort"}
+    # A whole batch asks for what it asked for among the others.
+    alone, among = Stream(found, include_prefill=True), Stream(trace, include_prefill=True)
+    forwards = [f.index for f in among.forwards if trace.sequence[f.rows.start] in (4, 5)]
+    np.testing.assert_array_equal(alone.counts, among.counts[forwards])
+    assert [f.begins for f in alone.forwards] == [True] + [False] * (len(forwards) - 1)
+    with pytest.raises(OledError, match="trace has no sequence 9, 11: its sequences are 2 to 7"):
+        trace.select([2, 9, 11])
+    with pytest.raises(OledError, match="trace without any sequence is none: its sequences are 4, 6"):
+        trace.select([4, 6]).select([])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "expected"),
+    [
+        ({"0": {}}, "its metadata entry sequences is no list of objects"),
+        ([1], "its metadata entry sequences is no list of objects"),
+        ([{"task": "copy"}], "sequences[0] has the number None; it must be an integer of its own, from 0"),
+        ([{"sequence": 1}, {"sequence": 1}], "sequences[1] has the number 1; it must be an integer of its own"),
+        ([{"sequence": True}], "sequences[0] has the number True"),
+        ([{"sequence": 0, "task": 3}], "sequences[0] has the task 3; it must be a string"),
+        ([{"sequence": 0, "split": "test"}], "sequences[0] has the split 'test'; it must be calibration or evaluation"),
+    ],
+)
+def test_descriptions_of_sequences_that_cannot_be(tmp_path, sequences, expected):
+    with pytest.raises(OledError) as caught:
+        dataclasses.replace(random_trace(0, 2), metadata={"sequences": sequences})
+    assert expected in str(caught.value)
+    about = {"num_experts": EXPERTS, "sequences": sequences}
+    assert expected in told(write_raw(tmp_path / "a", arrays(0, 3), about))
 
 
 def test_views_of_arrays_are_written_as_they_look(tmp_path):
@@ -189,7 +311,7 @@ def test_damaged_data(tmp_path):
         (b"\x02\0\0\0\0\0\0\0[]", "has a header that is not of a safetensors file"),
         (b"\x02\0\0\0\0\0\0\0{]", "has a header that is not of a safetensors file"),
         (b'\x09\0\0\0\0\0\0\0{"a": {}}', "has a header that is not of a safetensors file"),
-        (b"\x02\0\0\0\0\0\0\0{}", 'its metadata have no entry "trace"; expert_ids is missing'),
+        (b"\x02\0\0\0\0\0\0\0{}", 'its metadata have no entry "format" that says oled-trace; expert_ids is missing'),
         (gzip.compress(b"short"), "is no safetensors file"),
     ],
 )
