@@ -16,7 +16,8 @@ All of these are pure and run in numpy on the host or, with ``xp = jax.numpy``, 
 included: the state is a pytree of fixed shapes. That is the only mechanism, so where a policy runs is the caller's
 choice and cannot change a decision: rankings are unique integers, votes are added as integers, ties end in expert ids,
 and random draws come from a counter. A policy with ``static_keep`` can be ranked once before the forward for all layers
-(``static_keep_rank``), on the host or on the device; ``layer`` may be an index or ``slice(None)`` for all of them.
+(``static_keep_rank``), on the host or on the device; ``layer`` may be an index or ``slice(None)`` for all of them. A
+capacity is the slots of a layer, or int32 ``[L, 1]`` where layers differ (``budgets``; the engine gives all the same).
 
 Deliberately not here: which misses are fetched and which run on the host (dispatch), moving weights (offload), and
 clairvoyant bounds (lab). Importing this package imports numpy and not jax.
@@ -25,7 +26,7 @@ clairvoyant bounds (lab). Importing this package imports numpy and not jax.
 from oled_jax.retention.arrays import demand_counts
 from oled_jax.retention.policy import RetentionPolicy, Table, static_keep_rank
 from oled_jax.retention.record import Plan, Routing, StepRecord
-from oled_jax.retention.registry import policy_by_name, policy_names
+from oled_jax.retention.registry import policies_from_toml, policy_by_name, policy_names
 from oled_jax.retention.semantics import StepOutcome, retained_after_prefill, step
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "StepRecord",
     "Table",
     "demand_counts",
+    "policies_from_toml",
     "policy_by_name",
     "policy_names",
     "retained_after_prefill",

@@ -34,7 +34,9 @@ def to_fixed(values: Array, bits: int, xp: Any) -> Array:
     """
     if values.dtype == np.uint8:
         return (values.astype(xp.int32) * (1 << bits) + 127) // 255
-    half = _rounded_to_half(values.astype(xp.float32), xp)
+    half = values.astype(xp.float32)
+    if values.dtype != np.float16:
+        half = _rounded_to_half(half, xp)
     clipped = xp.where(half > 0, xp.minimum(half, 1.0), 0.0).astype(xp.float32)
     return xp.rint(clipped * float(1 << bits)).astype(xp.int32)
 
@@ -57,6 +59,26 @@ def scaled(x: Array, by: Array | int) -> Array:
     """
     high, low = x >> FACTOR_BITS, x & (FACTOR_ONE - 1)
     return high * by + ((low * by + FACTOR_ONE // 2) >> FACTOR_BITS)
+
+
+def shares(votes: Array, xp: Any) -> Array:
+    """``votes`` over their sum along the last axis, in units of 2^-24, rounded down; 0 where nobody voted.
+
+    ``votes`` int32 ``[..., E]`` from 0 to 2^27. Where the sum has more than 22 bits, all are halved first until it has
+    not: what a vote loses is below a two-millionth of the sum. Then a long division, eight bits at a time.
+    """
+    coarse = max(0, (votes.shape[-1] - 1).bit_length() + 28 - 31)
+    total = (votes >> coarse).sum(-1, keepdims=True, dtype=xp.int32)
+    beyond = total >> (22 - coarse)
+    excess = sum((beyond >> bit > 0).astype(xp.int32) for bit in range(31 - (22 - coarse)))
+    rest = votes >> excess
+    total = xp.maximum(rest.sum(-1, keepdims=True, dtype=xp.int32), 1)
+    quotient = xp.zeros_like(rest)
+    for _ in range(3):
+        rest = rest << 8
+        digit = rest // total
+        quotient, rest = (quotient << 8) + digit, rest - digit * total
+    return quotient
 
 
 def evidence_table() -> np.ndarray:

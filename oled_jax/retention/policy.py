@@ -61,6 +61,9 @@ class RetentionPolicy(abc.ABC):
     reads_tokens: ClassVar[bool] = False
     """True if ``plan`` needs ``gates`` and ``observe`` needs ``record.routing``."""
 
+    equal_slots: ClassVar[bool] = True
+    """False for a policy whose layers must have unequal numbers of slots, which the engine cannot give them."""
+
     mode: str = parameter("protect", choices=MODES)
 
     def __post_init__(self):
@@ -91,13 +94,19 @@ class RetentionPolicy(abc.ABC):
                 changed.append(f"{field.name}={value.source if isinstance(value, Table) else value}")
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
+    def slots(self, num_layers: int, num_experts: int, capacity: int) -> int | np.ndarray:
+        """How the slots are shared out, where there are ``capacity`` per layer on average: that number, or int32
+        ``[L, 1]``. What comes back is the capacity to give to ``init``, ``initial_residents`` and ``step``."""
+        return capacity
+
     def initial_residents(self, num_layers: int, num_experts: int, capacity: int) -> np.ndarray:
         """Experts to place before the first forward, bool ``[L, E]``, counted as set-up and not as misses."""
         return np.zeros((num_layers, num_experts), bool)
 
     @abc.abstractmethod
     def init(self, num_layers: int, num_experts: int, capacity: int, xp: Any, *, sequences: int = 1) -> Any:
-        """The state before the first forward; ``sequences`` is the number of rows S of the batch.
+        """The state before the first forward; ``sequences`` is the number of rows S of the batch. ``capacity``: slots
+        per layer, or int32 ``[L, 1]`` where layers differ (``oled_jax.retention.budgets``).
 
         OledError when a table of the policy does not fit the model.
         """
@@ -107,7 +116,7 @@ class RetentionPolicy(abc.ABC):
         return state
 
     def gates(self, state: Any, routing: Routing, num_experts: int, xp: Any) -> Array | None:
-        """What the running forward's own routing says about the next one, int32 ``[..., E]`` in votes of 2^-16.
+        """What the running forward's own routing says about the next one, int32 ``[..., E]``, in units of the policy's.
 
         None for a policy whose ``reads_tokens`` is false. ``routing`` as known before this forward's sampling.
         """
@@ -205,6 +214,11 @@ class TiedPolicy(RetentionPolicy):
 def admits_all(demand: Array, xp: Any) -> Array:
     """``may_admit`` of a policy that lets everyone in."""
     return xp.full(demand.shape, True)
+
+
+def slots_array(num_layers: int, capacity: int | Array, xp: Any) -> Array:
+    """The slots of each layer, int32 ``[L, 1]``, of one number for all or of one per layer already."""
+    return xp.zeros((num_layers, 1), xp.int32) + xp.asarray(capacity, xp.int32)
 
 
 def static_keep_rank(policy: RetentionPolicy, state: Any, xp: Any, num_layers: int, num_experts: int) -> Array:

@@ -1,17 +1,44 @@
-"""Policies by name, as command lines and configs spell them: ``lru``, ``lru:tie=load``, ``oled:w=one,rho_in=0.5``."""
+"""Policies by name, as command lines and configs spell them: ``lru``, ``lru:tie=load``, ``oled:w=one,rho_in=0.5``.
+
+A TOML file lists several, each with its parameters as they are called everywhere else:
+
+    [[policy]]
+    name = "oled"
+    w = "one"
+    rho_in = 0.5
+
+    [[policy]]
+    name = "static-frequency"
+    counts = "counts.npy"     # beside the TOML file, unless the path is absolute
+"""
 
 import dataclasses
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oled_jax.errors import OledError, problem_list
-from oled_jax.retention.frequency import Lfu, Lfuda, StaticFrequency
+from oled_jax.retention.frequency import Lfru, Lfu, Lfuda, LfudaConf, LfuInCache, StaticFrequency
 from oled_jax.retention.policy import RetentionPolicy, Table, number_problem
 from oled_jax.retention.priority import Oled, Status
+from oled_jax.retention.published import Dali, Fiddler, FreeToken, HybriMoe, MixtralLru
 from oled_jax.retention.recency import Fifo, Lru, OnDemand, Random
+from oled_jax.retention.s3fifo import S3Fifo
+from oled_jax.retention.static import StaticBlock, StaticFront, StaticUniform
+from oled_jax.retention.steps import Boundary, OledSteps
+from oled_jax.retention.tide import Interval, MixtralTide, Tide, TidePaper
 
-_POLICIES = {policy.name: policy for policy in (OnDemand, Lru, Fifo, Random, Lfu, Lfuda, StaticFrequency, Oled, Status)}
+_POLICIES = {
+    policy.name: policy
+    for policy in (
+        *(OnDemand, Lru, Fifo, Random, Lfu, LfuInCache, Lfru, Lfuda, LfudaConf, S3Fifo),
+        *(StaticFrequency, StaticUniform, StaticFront, StaticBlock),
+        *(Tide, Interval, TidePaper, MixtralTide, MixtralLru, HybriMoe, Fiddler, Dali, FreeToken),
+        *(Oled, OledSteps, Boundary, Status),
+    )
+}
 
 
 def policy_names() -> tuple[str, ...]:
@@ -26,49 +53,115 @@ def policy_by_name(text: str) -> RetentionPolicy:
     """
     name, colon, rest = (part.strip() for part in text.partition(":"))
     if name not in _POLICIES:
-        raise OledError(f"unknown policy {name!r}: the policies are {', '.join(_POLICIES)}")
-    kind = _POLICIES[name]
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    values: dict[str, Any] = {}
+        raise OledError(f"unknown policy {_listed(name)}")
+    values: dict[str, str] = {}
     problems: list[str] = []
     for part in rest.split(",") if colon else []:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
             problems.append(f"{part.strip()!r} is not of the form parameter=value")
-        elif key not in fields:
-            problems.append(f"it has no parameter {key!r}; its parameters are {', '.join(fields)}")
         elif key in values:
             problems.append(f"{key} is given twice")
         else:
-            values[key] = _value(fields[key], value, problems)
+            values[key] = value
+    parameters = _parameters(_POLICIES[name], values, Path(), problems)
     if problems:
         raise OledError(problem_list(f"policy {text!r}", problems))
-    return kind(**values)
+    return _POLICIES[name](**parameters)
 
 
-def _value(field: dataclasses.Field, text: str, problems: list[str]) -> Any:
-    """``text`` as a value of ``field``; what cannot be one is added to ``problems``. Ranges are the policy's affair."""
-    if "choices" in field.metadata:
-        if text not in field.metadata["choices"]:
-            problems.append(f"{field.name} is {text!r}; it can be {', '.join(field.metadata['choices'])}")
-        return text
-    if "axes" in field.metadata:
-        return _table(field.name, text, problems)
+def policies_from_toml(path: str | Path) -> list[RetentionPolicy]:
+    """The policies that a TOML file lists under ``[[policy]]``, in its order.
+
+    OledError where the file cannot be read, lists none, or holds anything else; and, all at once, for every unknown
+    name, parameter or value in it.
+    """
     try:
-        value = type(field.default)(text)
-    except ValueError:
-        value = text
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OledError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # of TOML or of UTF-8
+        raise OledError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
+    listed, problems = content.pop("policy", None), []
+    if content:
+        problems.append(f"it holds {', '.join(map(repr, content))}, which means nothing here")
+    if not isinstance(listed, list) or not listed or not all(isinstance(entry, dict) for entry in listed):
+        problems.append('it lists no policies: give each as a table [[policy]] with name = "..." and its parameters')
+        listed = []
+    policies = []
+    for place, entry in enumerate(listed, 1):
+        found: list[str] = []
+        policy = _from_entry(dict(entry), Path(path).parent, found)
+        problems.extend(f"policy {place} ({entry.get('name', 'without a name')}): {problem}" for problem in found)
+        policies.append(policy)
+    if problems:
+        raise OledError(problem_list(str(path), problems))
+    return policies
+
+
+def _from_entry(entry: dict[str, Any], folder: Path, problems: list[str]) -> RetentionPolicy | None:
+    name = entry.pop("name", None)
+    if not isinstance(name, str) or name not in _POLICIES:
+        problems.append(f"unknown policy {_listed(name)}")
+        return None
+    parameters = _parameters(_POLICIES[name], entry, folder, problems)
+    if problems:
+        return None
+    try:
+        return _POLICIES[name](**parameters)
+    except OledError as error:
+        problems.append(str(error).partition(": ")[2])
+        return None
+
+
+def _listed(name: Any) -> str:
+    return f"{name!r}: the policies are {', '.join(_POLICIES)}"
+
+
+def _parameters(kind: type, given: dict[str, Any], folder: Path, problems: list[str]) -> dict[str, Any]:
+    """``given`` as values of the fields of ``kind``; what cannot be one is added to ``problems``.
+
+    Text stands for a number too, since that is how command lines give them. Ranges of several fields together are the
+    policy's affair.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values = {}
+    for key, value in given.items():
+        if key not in fields:
+            problems.append(f"it has no parameter {key!r}; its parameters are {', '.join(fields)}")
+            continue
+        values[key] = _value(fields[key], value, folder, problems)
+    return values
+
+
+def _value(field: dataclasses.Field, given: Any, folder: Path, problems: list[str]) -> Any:
+    if "choices" in field.metadata:
+        if given not in field.metadata["choices"]:
+            problems.append(f"{field.name} is {given!r}; it can be {', '.join(field.metadata['choices'])}")
+        return given
+    if "axes" in field.metadata:
+        return _table(field.name, given, folder, problems)
+    value, kind = given, type(field.default)
+    if isinstance(given, str) or (kind is float and type(given) is int):
+        try:
+            value = kind(given)
+        except ValueError:
+            value = given
     problems.extend(number_problem(field, value))
     return value
 
 
-def _table(name: str, path: str, problems: list[str]) -> Table | None:
+def _table(name: str, given: Any, folder: Path, problems: list[str]) -> Table | None:
+    if not isinstance(given, str):
+        problems.append(f"{name} is {given!r}; give the path of a .npy file")
+        return None
+    path = str(folder / given)
     try:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        problems.append(f"{name} is {path!r}, which cannot be read as a .npy file: {error}")
+        problems.append(f"{name} is {given!r}, which cannot be read as a .npy file: {error}")
         return None
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
-        problems.append(f"{name} is {path!r}, which does not hold one array of numbers")
+        problems.append(f"{name} is {given!r}, which does not hold one array of numbers")
         return None
     return Table(array, path)

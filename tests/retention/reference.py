@@ -20,6 +20,8 @@ class Event(NamedTuple):
     sequence: list
     block: list
     deciding: list
+    step: list
+    phase: list
 
 
 def protect_step(resident, wanted, capacity, eviction, admission, bypass=lambda new, old: False):
@@ -133,13 +135,16 @@ class Lfuda(Oracle):
         self.cap, self.factor, self.age = cap * 256, ghost, 0
         self.count, self.key, self.ghost = {}, {}, {}
 
-    def raised(self, count):
-        return min(count + 256, self.cap)
+    def worth(self, e, event, sampled):
+        return 256
+
+    def raised(self, count, e, event, sampled=True):
+        return min(count + self.worth(e, event, sampled), self.cap)
 
     def value(self, e, event):
         if e in event.counts:
             held = self.count.get(e, 0) if e in self.resident else self.ghost.get(e, 0)
-            key = self.age + self.raised(held)
+            key = self.age + self.raised(held, e, event, sampled=False)
         else:
             # In prefill, a hit leaves the key as it is.
             key = self.key.get(e, self.age)
@@ -148,14 +153,14 @@ class Lfuda(Oracle):
     def learn(self, event, admitted, evicted):
         if not event.prefill:
             for e in self.resident & set(event.counts):
-                self.count[e] = self.raised(self.count[e])
+                self.count[e] = self.raised(self.count[e], e, event)
                 self.key[e] = self.age + self.count[e]
         ghost = dict(self.ghost)
         for e in evicted:
             self.age = max(self.age, self.key[e])
             ghost[e] = int(self.count[e] * self.factor + 0.5)
         for e in set(event.counts) - self.resident:
-            raised = self.raised(self.ghost.get(e, 0))
+            raised = self.raised(self.ghost.get(e, 0), e, event)
             if e in admitted:
                 self.count[e], self.key[e] = raised, self.age + raised
             elif not event.prefill:

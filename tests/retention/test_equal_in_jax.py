@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oled_jax.retention import demand_counts, static_keep_rank, step
-from oled_jax.retention.arrays import ranks
-from oled_jax.retention.fixed_point import FACTOR_ONE, evidence_table, hashed, scaled, to_fixed
+from oled_jax.retention.arrays import best, ranks
+from oled_jax.retention.fixed_point import FACTOR_ONE, evidence_table, hashed, scaled, shares, to_fixed
 from tests.retention.policies import POLICIES
 from tests.retention.streams import EXPERTS, LAYERS, capacities, make_stream, run, streams
 
@@ -25,11 +25,24 @@ def assert_same(left, right):
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(stream=streams(), capacity=capacities)
 def test_a_jitted_program_decides_as_numpy_does(policy, stream, capacity):
     for host, device in zip(run(policy, stream, capacity), run(policy, stream, capacity, jnp), strict=True):
         assert_same(host, device)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_new_batch_starts_with_arrays_that_can_all_be_donated(policy):
+    state = policy.init(LAYERS, EXPERTS, 4, jnp, sequences=2)
+    state = jax.tree.map(jnp.copy, state)  # as the engine does before the first step
+    *_, (known, _, _) = run(policy, make_stream(0, 3), 4)
+    for before, rows in ((state, 1), (jax.tree.map(jnp.asarray, known), 3)):
+        started = policy.for_batch(before, rows, jnp)
+        leaves = jax.tree.leaves(started)
+        assert len({id(leaf) for leaf in leaves}) == len(leaves)
+        fresh = policy.init(LAYERS, EXPERTS, 4, jnp, sequences=rows)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), started) == jax.tree.map(lambda x: (x.shape, x.dtype), fresh)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -76,9 +89,16 @@ def test_static_rankings_are_offered_where_they_can_be():
         "lru",
         "fifo:tie=hash",
         "random:seed=7",
+        "lfru:weight=token",
         "lfuda:tie=load",
         "static-frequency",
+        "static-uniform:seed=3",
+        "mixtral-tide:mode=protect,tie=hash",
+        "hybrimoe:alpha=0.3",
         "oled",
+        "oled-steps:aggregation=max",
+        "lfu-incache",
+        "status:mode=protect,tie=load,others=popular",
         "status with successors",
     }
 
@@ -93,6 +113,46 @@ def test_ranks_sort_by_keys_then_by_smaller_id(columns):
     arrays = tuple(np.asarray(column, np.int32) for column in columns)
     np.testing.assert_array_equal(ranks(arrays, np), expected)
     np.testing.assert_array_equal(ranks(arrays, jnp), expected)
+
+
+wide = st.one_of(st.integers(-(2**31), 2**31 - 1), st.sampled_from([-(2**31), -1, 0, 1, 2**31 - 1]))
+
+
+@given(st.lists(st.lists(wide, min_size=5, max_size=5), min_size=1, max_size=4), st.integers(0, 2**31))
+def test_ranks_by_one_sort_are_those_of_lexsort_however_wide_the_keys(columns, seed):
+    rng = np.random.default_rng(seed)
+    keys = [rng.choice(column, (3, 11)).astype(np.int32) for column in columns]
+    keys.append(rng.random(11) < 0.5)  # one for all lists
+    by_id = np.broadcast_to(-np.arange(11), (3, 11))
+    order = np.lexsort((by_id, *(np.broadcast_to(key, (3, 11)) for key in reversed(keys))), axis=-1)
+    np.testing.assert_array_equal(ranks(tuple(keys), np), np.argsort(order, axis=-1))
+
+
+@given(st.integers(0, 2**31), st.integers(0, 9))
+def test_the_best_members(seed, count):
+    rng = np.random.default_rng(seed)
+    members, score = rng.random((2, 8)) < 0.6, rng.integers(0, 4, (2, 8)).astype(np.int32)
+    counts = np.array([[count], [rng.integers(0, 9)]], np.int32)
+    expected = np.zeros((2, 8), bool)
+    for row, most in enumerate(counts[:, 0]):
+        ordered = sorted(np.flatnonzero(members[row]), key=lambda e: (-score[row, e], e))
+        expected[row, ordered[:most]] = True
+    np.testing.assert_array_equal(best(members, score, counts, np), expected)
+    np.testing.assert_array_equal(best(members, score, counts, jnp), expected)
+    np.testing.assert_array_equal(best(members[0], score[0], count, np), expected[0])
+
+
+def test_shares_are_parts_of_the_sum_to_24_bits():
+    rng = np.random.default_rng(0)
+    small, large = rng.integers(0, 1 << 18, (5, 16)), rng.integers(0, 1 << 27, (5, 256))
+    for votes in (small, np.zeros((2, 4), int), np.eye(4, dtype=int) << 27, np.full((1, 256), 1 << 27), large):
+        total = np.maximum(votes.sum(-1, keepdims=True), 1)
+        expected = (votes << 24) // total  # in int64
+        host = shares(votes.astype(np.int32), np)
+        assert host.dtype == np.int32
+        np.testing.assert_array_equal(jax.jit(functools.partial(shares, xp=jnp))(votes.astype(np.int32)), host)
+        # Sums of more than 22 bits lose their last ones.
+        assert np.abs(host - expected).max() <= (12 if votes.sum(-1).max() >> 22 else 0)
 
 
 def test_every_float16_keeps_its_value_and_float32_rounds_to_it():

@@ -70,7 +70,7 @@ def test_deciding_changes_no_state_and_repeats(policy, stream, capacity):
 @settings(max_examples=10)
 @given(stream=streams(), mode=modes)
 def test_with_a_slot_for_every_expert_only_first_uses_miss(policy, stream, mode):
-    seen = np.zeros((LAYERS, EXPERTS), bool)
+    seen = policy.initial_residents(LAYERS, EXPERTS, EXPERTS)
     for outcome in outcomes(in_mode(policy, mode), stream, EXPERTS):
         assert not (outcome.misses & seen).any() and not outcome.evicted.any()
         seen |= outcome.misses
@@ -124,7 +124,23 @@ def load_stream(seed: int, forwards: int) -> list[Forward]:
     return stream
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "lfuda", "oled"])
+BY_LOAD = [
+    "lru",
+    "lfu",
+    "lfu-incache",
+    "lfru",
+    "lfuda",
+    "lfuda-conf",
+    "s3fifo",
+    "hybrimoe",
+    "dali",
+    "oled",
+    "oled-steps",
+]
+
+
+@pytest.mark.parametrize("name", BY_LOAD)
+@settings(max_examples=40)
 @given(
     st.builds(load_stream, st.integers(0, 2**31), st.integers(1, 12)),
     capacities,
@@ -138,7 +154,20 @@ def test_names_of_experts_do_not_matter_where_loads_break_every_tie(name, stream
         np.testing.assert_array_equal(original.resident, renamed.resident[:, new_id])
 
 
-@pytest.mark.parametrize("name", ["oled", "oled:rho_in=0.9,w_jc=0.3", "status", "status with successors"])
+BY_ROW = [
+    "oled",
+    "oled:rho_in=0.9,w_jc=0.3",
+    "oled:mode=select,aggregation=max,rho_in=0.5",
+    "oled-steps:mode=select,rho_in=0.5,rho_r=2.0,pace=0.3",
+    "boundary:mode=select,rho_in=0.7,base=oled,share=0.3",
+    "status",
+    "status with successors",
+    "static-block",
+    "tide:tau=2",
+]
+
+
+@pytest.mark.parametrize("name", BY_ROW)
 @settings(max_examples=20)
 @given(stream=streams(), capacity=capacities)
 def test_rows_of_the_batch_may_change_places(name, stream, capacity):
@@ -185,12 +214,14 @@ def test_after_prefill_the_most_wanted_stay():
         assert np.flatnonzero(retained_after_prefill(counts, capacity, np)).tolist() == expected
 
 
-def test_capacities_may_differ_by_layer():
-    stream = make_stream(1, 10)
-    per_layer = np.array([[3], [9]])
-    mixed = [
-        d[2].resident for _, _, d in run(POLICIES["lru"], stream, per_layer, residents=np.zeros((2, EXPERTS), bool))
-    ]
-    for layer, capacity in enumerate((3, 9)):
-        alone = [outcome.resident[layer] for outcome in outcomes(POLICIES["lru"], stream, capacity)]
-        np.testing.assert_array_equal([resident[layer] for resident in mixed], alone)
+@pytest.mark.parametrize(
+    "name", ["lru", "s3fifo:small=0.3", "static-block", "static-uniform:seed=3", "tide:tau=2", "status with successors"]
+)
+def test_capacities_may_differ_by_layer(name):
+    policy = POLICIES[name]
+    for seed in range(3):
+        stream = make_stream(seed, 12)
+        mixed = outcomes(policy, stream, np.array([[3], [9]]))
+        for layer, capacity in enumerate((3, 9)):
+            for ours, alone in zip(mixed, outcomes(policy, stream, capacity), strict=True):
+                np.testing.assert_array_equal(ours.resident[layer], alone.resident[layer])

@@ -1,5 +1,6 @@
 """Policies by name: what is read, what is refused and how it is told, and that none of it needs jax."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,30 +8,57 @@ import numpy as np
 import pytest
 
 from oled_jax import OledError
-from oled_jax.retention import Table, policy_by_name, policy_names
+from oled_jax.retention import Table, policies_from_toml, policy_by_name, policy_names
 from oled_jax.retention.frequency import Lfu, StaticFrequency
 from oled_jax.retention.priority import Oled, Status
 from oled_jax.retention.recency import Lru
 from tests.retention.policies import POLICIES
+from tests.retention.streams import make_stream, outcomes
+
+NEEDS_COUNTS = {"static-frequency", "fiddler"}
+SELECTING = {"status", "tide", "interval", "tide-paper", "mixtral-tide"}
 
 
 def test_names_alone_give_the_defaults():
     assert policy_names() == (
-        "ondemand",
-        "lru",
-        "fifo",
-        "random",
-        "lfu",
-        "lfuda",
-        "static-frequency",
-        "oled",
-        "status",
+        *("ondemand", "lru", "fifo", "random", "lfu", "lfu-incache", "lfru", "lfuda", "lfuda-conf", "s3fifo"),
+        *("static-frequency", "static-uniform", "static-front", "static-block"),
+        *("tide", "interval", "tide-paper", "mixtral-tide", "mixtral-lru", "hybrimoe", "fiddler", "dali", "freetoken"),
+        *("oled", "oled-steps", "boundary", "status"),
     )
-    for name in policy_names():
-        if name != "static-frequency":
-            policy = policy_by_name(name)
-            assert policy.name == policy.label == name
-            assert policy.mode == ("select" if name == "status" else "protect")
+    for name in set(policy_names()) - NEEDS_COUNTS:
+        policy = policy_by_name(name)
+        assert policy.name == policy.label == name
+        assert policy.mode == ("select" if name in SELECTING else "protect")
+
+
+@pytest.mark.parametrize("name", [*policy_names()])
+def test_every_number_and_word_can_be_given_and_read_back(name, tmp_path):
+    """Each parameter in turn, at another value than its default, on its own."""
+    np.save(tmp_path / "counts.npy", np.ones((2, 3)))
+    base = [f"counts={tmp_path / 'counts.npy'}"] if name in NEEDS_COUNTS else []
+    defaults = policy_by_name(f"{name}:{','.join(base)}" if base else name)
+    for field in dataclasses.fields(defaults):
+        value = getattr(defaults, field.name)
+        if "axes" in field.metadata or (field.name, name) == ("w", "oled"):
+            continue
+        if "choices" in field.metadata:
+            other = next(word for word in field.metadata["choices"] if word not in (value, "calibrated"))
+        else:
+            other = (
+                type(value)(field.metadata["low"] + 1) if value != field.metadata["low"] + 1 else field.metadata["low"]
+            )
+        given = policy_by_name(f"{name}:{','.join([*base, f'{field.name}={other}'])}")
+        assert getattr(given, field.name) == other != value
+        assert policy_by_name(given.label) == given and given != defaults
+
+
+def test_published_names_decide_as_what_they_keep():
+    assert isinstance(policy_by_name("mixtral-lru"), Lru) and isinstance(policy_by_name("freetoken:tie=load"), Lru)
+    stream = make_stream(0, 20)
+    for name, same in (("mixtral-lru", "lru"), ("freetoken", "lru"), ("interval:tau=3", "tide:tau=3")):
+        pairs = zip(*(outcomes(policy_by_name(text), stream, 9) for text in (name, same)), strict=True)
+        assert all((ours.resident == theirs.resident).all() for ours, theirs in pairs)
 
 
 def test_parameters_are_read():
@@ -74,7 +102,10 @@ def test_tables_are_compared_by_content_and_cannot_change():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("mru", ["'mru'", "ondemand, lru, fifo, random, lfu, lfuda, static-frequency, oled, status"]),
+        (
+            "mru",
+            ["'mru'", "ondemand, lru, fifo, random, lfu, lfu-incache", "mixtral-tide", "oled, oled-steps, boundary"],
+        ),
         ("", ["unknown policy ''"]),
         ("lru:", ["''", "parameter=value"]),
         ("lru:tie", ["'tie'", "parameter=value"]),
@@ -90,6 +121,12 @@ def test_tables_are_compared_by_content_and_cannot_change():
         ("oled:w=two,rho_in=x,colour=red", ["3 problems", "'two'", "identity, one, calibrated", "'x'", "'colour'"]),
         ("oled:w=calibrated", ["w is calibrated", "needs table"]),
         ("static-frequency", ["counts is missing"]),
+        ("fiddler", ["policy fiddler", "counts is missing"]),
+        ("tide:tau=0", ["tau is 0", "an integer from 1"]),
+        ("mixtral-tide:tau=2", ["'tau'", "mode, tie, seed"]),
+        ("oled:aggregation=mean", ["'mean'", "sum, noisy-or, max"]),
+        ("oled-steps:rho_r=0", ["rho_r is 0", "from 0.01"]),
+        ("boundary:base=status", ["'status'", "lru, oled"]),
         ("static-frequency:counts=/no/such.npy", ["/no/such.npy", "No such file"]),
     ],
 )
@@ -117,6 +154,68 @@ def test_tables_that_do_not_fit_are_refused(tmp_path):
         StaticFrequency(counts=Table(np.zeros((2, 3)))).init(2, 4, 1, np)
     with pytest.raises(OledError, match=r"expert ids up to 9.*4 experts"):
         Status(successors=Table(np.full((2, 3, 1), 9))).init(2, 4, 1, np)
+
+
+def test_policies_from_toml(tmp_path):
+    np.save(tmp_path / "counts.npy", np.arange(6).reshape(2, 3))
+    (tmp_path / "list.toml").write_text(
+        """
+        [[policy]]
+        name = "lru"
+        [[policy]]
+        name = "oled"
+        w = "one"
+        rho_in = 1          # a whole number will do
+        seed = 3
+        [[policy]]
+        name = "static-frequency"
+        counts = "counts.npy"
+        """
+    )
+    lru, oled, static = policies_from_toml(tmp_path / "list.toml")
+    assert lru == Lru() and oled == Oled(w="one", rho_in=1.0, seed=3)
+    assert static.counts == Table(np.arange(6).reshape(2, 3))
+    assert [policy_by_name(policy.label) for policy in (lru, oled, static)] == [lru, oled, static]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", ["1 problem", "it lists no policies"]),
+        ("policy = 3", ["it lists no policies"]),
+        ("[policy]\nname = 'lru'", ["it lists no policies", "[[policy]]"]),
+        ("[[policy]]\nname = 'lru'\n[table]\nx = 1", ["it holds 'table'"]),
+        ("[[policy]]\ntie = 'id'", ["policy 1 (without a name): unknown policy None", "ondemand, lru"]),
+        ("[[policy]]\nname = 'mru'", ["policy 1 (mru): unknown policy 'mru': the policies are ondemand"]),
+        (
+            "[[policy]]\nname = 'lru'\n[[policy]]\nname = 'lru'\nties = 1",
+            ["policy 2 (lru)", "'ties'", "mode, tie, seed"],
+        ),
+        ("[[policy]]\nname = 'lru'\ntie = ['id']", ["tie is ['id']", "id, load, hash"]),
+        ("[[policy]]\nname = 'lru'\nseed = true", ["seed is True", "an integer from 0"]),
+        ("[[policy]]\nname = 'lfuda'\ncap = 1.5\nghost = 2", ["2 problems", "cap is 1.5", "ghost is 2.0"]),
+        ("[[policy]]\nname = 'oled'\nw = 'calibrated'", ["policy 1 (oled)", "needs table"]),
+        ("[[policy]]\nname = 'fiddler'\ncounts = 3", ["counts is 3", "path of a .npy file"]),
+        ("[[policy]]\nname = 'fiddler'\ncounts = 'none.npy'", ["'none.npy'", "cannot be read"]),
+        ("[[policy]\nname", ["is not TOML"]),
+    ],
+)
+def test_mistakes_in_toml_are_told_in_one_line(text, says, tmp_path):
+    (tmp_path / "list.toml").write_text(text)
+    with pytest.raises(OledError) as caught:
+        policies_from_toml(tmp_path / "list.toml")
+    told = str(caught.value)
+    assert told.startswith(str(tmp_path / "list.toml")) and "\n" not in told
+    for words in says:
+        assert words in told
+
+
+def test_toml_that_cannot_be_read(tmp_path):
+    with pytest.raises(OledError, match=r"none\.toml cannot be read: No such file"):
+        policies_from_toml(tmp_path / "none.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(OledError, match=r"bytes\.toml is not TOML"):
+        policies_from_toml(tmp_path / "bytes.toml")
 
 
 def test_wrong_types_in_python_are_told_alike():
