@@ -33,8 +33,8 @@ class Bound(abc.ABC):
         return self.name
 
     @abc.abstractmethod
-    def keeper(self, stream: Stream, capacity: int) -> Keeper:
-        """The rule at work on a stream."""
+    def keeper(self, stream: Stream, slots: np.ndarray) -> Keeper:
+        """The rule at work on a stream; ``slots`` of each layer, int32 ``[L, 1]``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ class MinBypass(Bound):
     name: ClassVar[str] = "min-bypass"
     mode: ClassVar[str] = "select"
 
-    def keeper(self, stream: Stream, capacity: int) -> Keeper:
+    def keeper(self, stream: Stream, slots: np.ndarray) -> Keeper:
         """See ``Bound``."""
-        return _Clairvoyant(stream, capacity, protect=False)
+        return _Clairvoyant(stream, slots, protect=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Belady(Bound):
     name: ClassVar[str] = "belady"
     mode: ClassVar[str] = "protect"
 
-    def keeper(self, stream: Stream, capacity: int) -> Keeper:
+    def keeper(self, stream: Stream, slots: np.ndarray) -> Keeper:
         """See ``Bound``."""
-        return _Clairvoyant(stream, capacity, protect=True)
+        return _Clairvoyant(stream, slots, protect=True)
 
 
 BOUNDS = {bound.name: bound for bound in (MinBypass(), Belady())}
@@ -75,19 +75,28 @@ def next_uses(counts: np.ndarray) -> np.ndarray:
 
 
 class _Clairvoyant(Keeper):
-    def __init__(self, stream: Stream, capacity: int, *, protect: bool):
-        self._capacity, self._protect = capacity, protect
+    def __init__(self, stream: Stream, slots: np.ndarray, *, protect: bool):
+        super().__init__(slots)
+        self._protect = protect
         self._uses = next_uses(stream.counts)
         self._by_id = np.arange(stream.num_experts)[::-1]
 
-    def after(self, forward: Forward, demand: np.ndarray, resident: np.ndarray) -> np.ndarray:
-        """Scores grow with nearness; in mode ``protect`` hits come first, then who enters, then the others."""
-        forwards, experts = len(self._uses), len(self._by_id)
-        scores = (forwards - self._uses[forward.index].astype(np.int64)) * experts + self._by_id
+    def after(self, forward, layers, demand, resident, fetched) -> np.ndarray:
+        """In mode ``protect`` hits come first, then who enters, then the others; each by nearness."""
+        scores = self.worth(forward, layers, demand, resident)
         if self._protect:
-            beyond = (forwards + 1) * experts
+            beyond = (len(self._uses) + 1) * len(self._by_id)
             scores += beyond * (demand.astype(np.int64) + (demand & resident))
-        return best(resident | demand, scores, self._capacity)
+        return best(resident | fetched, scores, self.room(layers))
+
+    def worth(self, forward, layers, demand, resident) -> np.ndarray:
+        """The nearness of the next use."""
+        forwards, experts = len(self._uses), len(self._by_id)
+        return (forwards - self._uses[forward.index, layers].astype(np.int64)) * experts + self._by_id
+
+    def preference(self, forward, layers, demand, resident) -> np.ndarray:
+        """The nearness of the next use."""
+        return (len(self._uses) - self._uses[forward.index, layers]).astype(np.int32)
 
     def observe(self, forward: Forward, demand: np.ndarray, resident: np.ndarray, after: np.ndarray) -> None:
         """It knew."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from oled_jax.errors import OledError
 from oled_jax.lab.trace import PADDING, Trace
-from oled_jax.retention.record import MASKED, PREFILL, PROMPT, Routing
+from oled_jax.retention.record import JUST_COMMITTED, MASKED, PREFILL, PROMPT, Routing
 
 MOST_TOKENS = 65535  # that want one expert in one forward
 
@@ -36,7 +36,10 @@ class Stream:
 
     ``forwards``; ``counts`` uint16 ``[N, L, E]``: tokens per expert, the sequences of a forward together (as large as
     the trace's expert ids); ``steps`` int32 ``[N]``: the step within its block, in a batch that of the sequence
-    nearest to the start of its block. OledError if nothing is selected.
+    nearest to the start of its block; ``prefill`` bool ``[N]``; ``batches`` int64 ``[N]``: the number of its batch,
+    from 0, which is that of a prompt where prompts are decoded one by one; ``tokens`` int64 ``[N]``: how many count;
+    ``first_block`` bool ``[N]``: some sequence is in the first block that it decodes, as always in a forward of
+    prefill. OledError if nothing is selected.
     """
 
     def __init__(self, trace: Trace, *, include_prefill: bool = False):
@@ -49,6 +52,42 @@ class Stream:
         self.counts = np.stack([_counts(trace, forward.rows) for forward in self.forwards])
         self.steps = np.asarray([trace.step[forward.rows].min() for forward in self.forwards])
         self.prefill = np.asarray([forward.prefill for forward in self.forwards])
+        self.batches = np.cumsum([forward.begins for forward in self.forwards]) - 1
+        self.first_block = self._in_first_block()
+        counted = np.count_nonzero(trace.expert_ids[:, 0, :, 0] != PADDING, axis=-1)
+        self.tokens = np.asarray([counted[forward.rows].sum() for forward in self.forwards])
+
+    def _in_first_block(self) -> np.ndarray:
+        first: dict[int, int] = {}  # block by sequence
+        found = self.prefill.copy()
+        for forward in self.forwards:
+            if not forward.prefill:
+                numbers, blocks = (array[forward.rows].tolist() for array in (self.trace.sequence, self.trace.block))
+                still = [
+                    first.setdefault(number, block) == block for number, block in zip(numbers, blocks, strict=True)
+                ]
+                found[forward.index] = any(still)
+        return found
+
+    def commits(self, chosen: np.ndarray) -> int:
+        """Positions that the forwards ``chosen`` (bool ``[N]``) committed."""
+        trace, found = self.trace, 0
+        for forward in self._chosen(chosen):
+            counted = trace.expert_ids[forward.rows, 0, :, 0] != PADDING
+            found += int(np.count_nonzero(counted & (trace.status[forward.rows] == JUST_COMMITTED)))
+        return found
+
+    def generated_tokens(self, chosen: np.ndarray) -> int:
+        """Tokens of the answers, up to and including the end of text, that the decoding forwards ``chosen`` (bool
+        ``[N]``) gave; these must be all of some sequences. Commits, if the trace does not say how many."""
+        chosen = chosen & ~self.prefill
+        described = self.trace.metadata.get("sequences", [])
+        known = {one["sequence"]: one["generated_tokens"] for one in described if "generated_tokens" in one}
+        present = {number for forward in self._chosen(chosen) for number in self.trace.sequence[forward.rows].tolist()}
+        return sum(known[number] for number in present) if present <= known.keys() else self.commits(chosen)
+
+    def _chosen(self, chosen: np.ndarray) -> list[Forward]:
+        return [self.forwards[index] for index in np.flatnonzero(chosen)]
 
     @property
     def num_layers(self) -> int:

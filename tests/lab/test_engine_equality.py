@@ -55,8 +55,8 @@ def test_counters_of_a_replay_equal_the_engines(policy, capacity, form, tmp_path
     for record, forward in zip(records, stream.forwards, strict=True):
         wanted = record.counts > 0
         np.testing.assert_array_equal(stream.counts[forward.index], record.counts)
-        np.testing.assert_array_equal(result.hits[forward.index], (wanted & record.resident).sum(1))
-        np.testing.assert_array_equal(result.occupied[forward.index], record.resident.sum(1))
+        np.testing.assert_array_equal(result.traffic.hits[forward.index], (wanted & record.resident).sum(1))
+        np.testing.assert_array_equal(result.traffic.occupied[forward.index], record.resident.sum(1))
     assert [tuple(np.flatnonzero(layer)) for layer in result.resident] == list(runs[-1].resident)
     for phase in ("prefill", "decode"):
         ours, theirs = getattr(result, phase), [getattr(run, phase) for run in runs]

@@ -96,3 +96,17 @@ def test_sequences_of_a_forward_stand_one_after_another():
     np.testing.assert_array_equal(after.row, np.repeat(forward.batch_rows, TOKENS))
     np.testing.assert_array_equal(after.tokens, trace.tokens[forward.rows].reshape(-1))
     np.testing.assert_array_equal(after.weights[1, TOKENS:], trace.weights[forward.rows][1, 1])
+
+
+@given(traces(prefill=True))
+def test_first_blocks(trace):
+    """Of every sequence the first block that it decodes; a forward counts as soon as one of its sequences is there."""
+    stream = Stream(trace, include_prefill=True)
+    decode = trace.phase > 0
+    for forward in stream.forwards:
+        blocks = [
+            trace.block[row] == trace.block[decode & (trace.sequence == trace.sequence[row])][0]
+            for row in range(forward.rows.start, forward.rows.stop)
+            if decode[row]
+        ]
+        assert stream.first_block[forward.index] == (forward.prefill or any(blocks))
