@@ -84,5 +84,5 @@ class EditingProgram:
         settled = ~jnp.any(masked) & ~jnp.any(edit)
         post = state.extra + ~jnp.any(tokens == params["mask_id"])
         done = settled | (post > params["max_post_steps"])
-        step = state.step + 1
-        return dataclasses.replace(state, tokens=tokens, step=step, done=done, confidence=p, extra=post)
+        after = {"tokens": tokens, "step": state.step + 1, "done": done, "extra": post}
+        return dataclasses.replace(state, **after, candidates=x0, confidence=p)

@@ -133,7 +133,7 @@ class LevenshteinProgram:
         seen = h.seen.at[state.step].set(new)
         tokens, orig = _restructure(params, state.fixed, old, new, h.orig)
         stable = jnp.all(tokens == old) & ~jnp.any(tokens == params["mask_id"])
-        state = dataclasses.replace(state, tokens=tokens, step=state.step + 1, confidence=p)
+        state = dataclasses.replace(state, tokens=tokens, step=state.step + 1, candidates=x0, confidence=p)
         return self._before_next(params, state, dataclasses.replace(h, orig=orig, seen=seen), stable)
 
     def _candidates(self, params, logits: Array, masked: Array, key: Array) -> tuple[Array, Array]:

@@ -153,9 +153,12 @@ class Programs:
                 block=start // block_length,
                 step=zeros,
                 phase=zeros + PREFILL,
-                confidence=known[0],
-                status=known[1],
-                tokens=tokens,
+                of_tokens={
+                    "confidence": known[0],
+                    "status": known[1],
+                    "tokens": tokens,
+                    "candidates": jnp.full_like(tokens, -1),
+                },
             )
             state = runner.observe(state, record)
             done = zeros > 0
@@ -249,9 +252,12 @@ class Programs:
                     block=rows.start // program.block_length,
                     step=old.step,
                     phase=jnp.where(rows.active, jnp.where(old.done, KV_WRITE, DENOISE), PREFILL),
-                    confidence=block.confidence,
-                    status=status,
-                    tokens=block.tokens,
+                    of_tokens={
+                        "confidence": block.confidence,
+                        "status": status,
+                        "tokens": block.tokens,
+                        "candidates": block.candidates,
+                    },
                 )
                 state = self._runner.observe(state, record)
             settled = jnp.all(block.tokens == old.tokens, axis=-1)

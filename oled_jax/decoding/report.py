@@ -38,9 +38,9 @@ def status_after(old: BlockState, new: BlockState, mask_id: Array) -> Array:
 
 
 def record_of(
-    forward: Array, records: list[LayerTelemetry], valid: Array, *, confidence, status, tokens, **of_rows
+    forward: Array, records: list[LayerTelemetry], valid: Array, *, of_tokens: dict[str, Array], **of_rows
 ) -> StepRecord:
-    """One forward as retention policies see it; arrays over tokens ``[B, T]`` are flattened, layers stacked."""
+    """One forward as retention policies see it; ``of_tokens``, ``[B, T]`` each, are flattened, layers stacked."""
 
     def over_layers(read: Callable[[LayerTelemetry], Array]) -> Array:
         return jnp.stack([read(record) for record in records])
@@ -52,9 +52,7 @@ def record_of(
         ids=ids,
         weights=over_layers(lambda r: r.weights).reshape(layers, count, -1),
         row=row.reshape(-1),
-        confidence=confidence.reshape(-1),
-        status=status.reshape(-1),
-        tokens=tokens.reshape(-1),
+        **{name: array.reshape(-1) for name, array in of_tokens.items()},
     )
     before, after = over_layers(lambda r: r.before), over_layers(lambda r: r.after)
     return StepRecord(
@@ -108,6 +106,7 @@ def _layout(config: ModelConfig, batch: int, tokens: int) -> Report:
         confidence=array(np.float16, rows),
         status=array(np.int32, rows),
         tokens=array(np.int32, rows),
+        candidates=array(np.int32, rows),
     )
     per_row, per_expert = array(np.int32, batch), array(bool, layers, experts)
     record = StepRecord(

@@ -28,21 +28,24 @@ from oled_jax.special_ids import SpecialIds, require
 @dataclasses.dataclass(frozen=True)
 class BlockState:
     """One block being decoded. ``tokens [bl]`` int32; ``fixed [bl]`` positions of the prompt; ``step`` forwards so far;
-    ``done``; ``clean`` no mask is left in earlier generated blocks; ``confidence [bl]`` float32: the probability of
-    the token that the last forward proposed at each position, -1 before the first; ``extra`` the rule's own arrays."""
+    ``done``; ``clean`` no mask is left in earlier generated blocks; ``candidates [bl]`` int32: the token that the
+    last forward proposed at each position, written or not, and ``confidence [bl]`` float32: its probability; both -1
+    before the first; ``extra`` the rule's own arrays."""
 
     tokens: Array
     fixed: Array
     step: Array
     done: Array
     clean: Array
+    candidates: Array
     confidence: Array
     extra: Any
 
     @classmethod
     def entered(cls, tokens: Array, fixed: Array, done: Array, clean: Array, extra: Any) -> "BlockState":
         """A block before its first forward."""
-        return cls(tokens, fixed, jnp.int32(0), done, clean, jnp.full(tokens.shape, -1.0, jnp.float32), extra)
+        nothing = jnp.full(tokens.shape, -1, jnp.int32)
+        return cls(tokens, fixed, jnp.int32(0), done, clean, nothing, nothing.astype(jnp.float32), extra)
 
 
 class Program(Protocol):

@@ -86,7 +86,7 @@ class ThresholdProgram:
         tokens = jnp.where(take, x0, state.tokens)
         step = state.step + 1
         done = (step >= steps) | ~jnp.any(tokens == params["mask_id"]) | self._ended(params, state, tokens, take)
-        return dataclasses.replace(state, tokens=tokens, step=step, done=done, confidence=p)
+        return dataclasses.replace(state, tokens=tokens, step=step, done=done, candidates=x0, confidence=p)
 
     def _ended(self, params: dict[str, Array], state: BlockState, tokens: Array, take: Array) -> Array:
         """An EOS was just filled in and everything generated before the first one is settled."""

@@ -2,8 +2,8 @@
 
 A position that is committed changes its input from mask to word at the next forward, and its experts with it; which
 they are depends on the word above all. A table, learnt while the stream goes on (and before, from what there is to
-study), holds for each token id how often
-every expert was chosen by positions that held that word as input; an id not met yet stands for the average word.
+study), holds for each token id how often every expert was chosen by positions that held that word as input; an id not
+met yet stands for the average word.
 
 After the sampling of forward i this predicts
 
@@ -12,9 +12,10 @@ After the sampling of forward i this predicts
   will have been committed by the end of forward i + 1. That chance is counted as the stream goes on, by the probability
   of the position's candidate in ten bins and by whether it is its block's most probable one.
 
-An expert's score is the sum over positions of chance times share, and it is predicted from ``theta`` on. A trace does
-not say which token a masked position was about to become. With ``tokens=committed`` masked positions are left out;
-``tokens=hindsight`` reads from the rest of the trace what each of them becomes, which no engine could: an upper end.
+An expert's score is the sum over positions of chance times share, and it is predicted from ``theta`` on. Which token a
+masked position is about to become is what the last forward proposed there (``tokens=candidates``); traces without
+candidates, and ``tokens=committed``, leave masked positions out. ``tokens=hindsight`` reads from the rest of the trace
+what each of them becomes, which no engine could: an upper end.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ class CommitAhead(Prefetch):
 
     evict_predicted: str = parameter("never", choices=("lower", "any", "never"))
     theta: float = parameter(0.5, low=0.001, high=1000)
-    tokens: str = parameter("committed", choices=("committed", "hindsight"))
+    tokens: str = parameter("candidates", choices=("candidates", "committed", "hindsight"))
 
     def start(self, stream: Stream, study: Stream | None = None) -> Prefetcher:
         """See ``Prefetch``."""
@@ -54,7 +55,8 @@ class TokenExperts:
 
     def __init__(self, trace: Trace, *others: Trace):
         """For the tokens of ``trace`` and of ``others``."""
-        self._ids = np.unique(np.concatenate([each.tokens.reshape(-1) for each in (trace, *others)]))
+        held = [array.reshape(-1) for each in (trace, *others) for array in (each.tokens, each.candidates)]
+        self._ids = np.unique(np.concatenate(held))
         shape = trace.num_layers, trace.num_experts
         self._counts = np.zeros((len(self._ids), *shape), np.uint16)
         self._seen = np.zeros(len(self._ids), np.int64)
@@ -83,7 +85,8 @@ class _CommitAhead(Prefetcher):
     def __init__(self, stream: Stream, settings: CommitAhead, study: Stream | None):
         self._stream, self._settings = stream, settings
         self._table = TokenExperts(stream.trace, *([study.trace] if study else []))
-        self._becomes = outcomes(stream.trace) if settings.tokens == "hindsight" else None
+        becomes = {"hindsight": outcomes, "candidates": lambda trace: trace.candidates}.get(settings.tokens)
+        self._becomes = becomes(stream.trace) if becomes else None
         self._commits = np.ones((2, _BINS))  # masked positions that were committed by the next forward, plus one
         self._cases = np.full((2, _BINS), 2.0)
         self._before: dict[int, tuple[int, np.ndarray]] = {}  # by row of the batch: its block, and each position's bin
@@ -108,6 +111,7 @@ class _CommitAhead(Prefetcher):
             return np.zeros(self._stream.counts.shape[1:], np.int64)
         committed, masked = (_positions(trace, rows, status) for status in (JUST_COMMITTED, MASKED))
         if self._becomes is not None:
+            masked &= self._becomes[rows] >= 0
             bins = _bins(trace.confidence[rows], masked)[masked]
             self._later = self._scores(self._becomes[rows][masked], (self._commits / self._cases).reshape(-1)[bins])
         return self._scores(trace.tokens[rows][committed], np.ones(int(committed.sum())))

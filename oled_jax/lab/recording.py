@@ -161,9 +161,11 @@ class TraceWriter:
             row["expert_ids"][:, :count] = routing.ids[:, tokens]
             row["expert_ids"][:, count:] = PADDING
             row["weights"][:, :count] = self._rounded(routing.weights[:, tokens])
-            row["confidence"][count:] = -1
-            for name in ("confidence", "tokens", "status"):
-                row[name][:count] = getattr(routing, name)[tokens]
+            row["confidence"][count:], row["candidates"] = -1, -1
+            for name in ("confidence", "tokens", "status", "candidates"):
+                values = getattr(routing, name)
+                if values is not None:
+                    row[name][:count] = values[tokens]
         # By position: whatever an interrupted write has left behind the whole rows is written over.
         content, at = memoryview(stored.view(np.uint8)), self.nbytes
         while content:

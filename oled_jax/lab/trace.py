@@ -10,6 +10,8 @@ One row per (forward, sequence). Sizes: F rows, L mixture-of-experts layers, T t
     weights     float16 [F, L, T, K]  router weights, normalised, before the scaling factor; or uint8, units of 1/255
     confidence  float16 [F, T]        probability of the sampled token, negative where there is none
     tokens      int32 [F, T]          ids after the forward's sampling
+    candidates  int32 [F, T]          the token that the forward proposed, written or not, -1 where there is none; may
+                                      be absent: then nobody knows, and -1 stands everywhere
     status      uint8 [F, T]          0 masked, 1 just committed, 2 settled, 3 prompt; after the sampling
     sequence, block, step  int32 [F]
     phase       uint8 [F]             0 prefill, 1 denoise, 2 a forward that only writes keys and values
@@ -78,10 +80,13 @@ class Trace:
     step: np.ndarray
     phase: np.ndarray
     forward: np.ndarray
+    candidates: np.ndarray | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     source: str = "trace"
 
     def __post_init__(self):
+        if self.candidates is None:
+            object.__setattr__(self, "candidates", np.full(np.shape(self.expert_ids)[0:3:2], -1, np.int32))
         arrays = self.arrays()
         described = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
         problems = [*experts_problems(self.num_experts), *layout_problems(described)]
@@ -239,7 +244,7 @@ def _read(file: IO[bytes], where: str) -> tuple[dict[str, np.ndarray], dict[str,
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise OledError(f"trace {where} has a header that is not of a safetensors file ({error})") from None
     about, problems = _about(header.get("__metadata__"))
-    problems += layout_problems({"forward": ("int32", _rows(described)), **described})
+    problems += layout_problems(_absent(described) | described)
     if problems:
         raise OledError(problem_list(f"trace {where}", problems))
     arrays, end = {}, 0
@@ -282,9 +287,10 @@ def _extent(entry: dict[str, Any]) -> tuple[int, int]:
     return begins, ends
 
 
-def _rows(described: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
-    """The shape that ``forward`` has where it is not given."""
-    return described.get("expert_ids", ("", (0,)))[1][:1]
+def _absent(described: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What arrays that may be absent would have to be."""
+    shape = described.get("expert_ids", ("", (0, 0, 0)))[1]
+    return {"forward": ("int32", shape[:1]), "candidates": ("int32", shape[:3:2])}
 
 
 def _about(metadata: Any) -> tuple[dict[str, Any], list[str]]:

@@ -16,6 +16,7 @@ LAYOUT = {
     "weights": (("float16", "uint8"), "FLTK"),
     "confidence": (("float16",), "FT"),
     "tokens": (("int32",), "FT"),
+    "candidates": (("int32",), "FT"),
     "status": (("uint8",), "FT"),
     "sequence": (("int32",), "F"),
     "block": (("int32",), "F"),

@@ -18,7 +18,8 @@ class Routing(NamedTuple):
     scaling factor: a float dtype (rounded to float16 by who reads it) or uint8 in units of 1/255. ``row`` int32
     ``[T]``: the sequence of the batch, -1 for padding. ``confidence`` float ``[T]``: the probability of the sampled
     token; negative means none yet (a new block). ``status`` ``[T]``: 0 masked, 1 just committed, 2 settled, 3 prompt.
-    ``tokens`` int32 ``[T]``: the ids as they stand.
+    ``tokens`` int32 ``[T]``: the ids as they stand. ``candidates`` int32 ``[T]``: the token whose probability
+    ``confidence`` is, written or not, -1 where none was proposed; None where nobody knows.
 
     Before a forward's sampling, ``confidence`` and ``status`` are those of the same positions after the forward before.
     """
@@ -29,6 +30,7 @@ class Routing(NamedTuple):
     confidence: Array
     status: Array
     tokens: Array
+    candidates: Array | None = None
 
 
 class StepRecord(NamedTuple):

@@ -8,8 +8,10 @@ import pytest
 
 from oled_jax.lab import Stream, TraceWriter, read_trace, replay
 from oled_jax.lab.stream import Tokens
+from oled_jax.lab.trace import PADDING
 from oled_jax.offload.offloaded import LOAD_THEN_COMPUTE, MODES, STREAM
 from oled_jax.retention import policy_by_name
+from oled_jax.retention.record import JUST_COMMITTED, MASKED, PREFILL
 from tests.golden_fixtures import cases, offloaded_engine, rule_of
 from tests.offload.test_engine import EXPERTS, NAME, POLICIES, generated, known_before
 
@@ -91,3 +93,10 @@ def test_tokens_are_known_as_the_engine_knew_them():
                 np.testing.assert_array_equal(getattr(found, name)[:, ours], getattr(expected, name)[:, counted], name)
         compared += int(ours.sum())
     assert compared > 100
+    # What a forward proposed is what it wrote, where it wrote; prefill proposes nothing.
+    decodes, written = trace.phase > PREFILL, trace.status == JUST_COMMITTED
+    proposed = trace.candidates >= 0
+    np.testing.assert_array_equal(proposed, decodes[:, None] & (trace.expert_ids[:, 0, :, 0] != PADDING))
+    np.testing.assert_array_equal(trace.candidates[written], trace.tokens[written])
+    waiting = decodes[:, None] & (trace.status == MASKED)
+    assert written.any() and waiting.any() and (trace.candidates[waiting] != trace.tokens[waiting]).any()

@@ -146,6 +146,14 @@ def test_commit_ahead_looks_two_forwards_ahead_with_hindsight():
         found = replay(stream, rule_by_name(f"commit-ahead:tokens=hindsight,theta={theta}"), 1).traffic
         assert found.speculative[:, 0].tolist() == begun
         assert found.wasted[:, 0].sum() == sum(begun) - 1 and found.used[4, 0] == 1
+        # No more is known when the forwards themselves proposed the token.
+        proposed = dataclasses.replace(stream.trace, candidates=np.full_like(stream.trace.tokens, 7))
+        again = replay(Stream(proposed), rule_by_name(f"commit-ahead:theta={theta}"), 1).traffic
+        np.testing.assert_array_equal(again.speculative, found.speculative)
+        # Nor do they help who does not ask, or another proposal, of a word that chose other experts.
+        for trace, tokens in ((proposed, "committed"), (stream.trace, "candidates")):
+            alone = replay(Stream(trace), rule_by_name(f"commit-ahead:tokens={tokens},theta={theta}"), 1).traffic
+            assert alone.speculative[:, 0].tolist() == [0, 0, 0, 1, 0]
     # In staging both places are kept apart: nothing is evicted, and what is predicted again is not fetched again.
     found = replay(stream, rule_by_name("commit-ahead:tokens=hindsight,target=extra,theta=0.3"), 1).traffic
     assert found.speculative[:, 0].tolist() == [0, 0, 1, 0, 0] and found.hits[:, 0].tolist() == [0, 0, 1, 1, 1]

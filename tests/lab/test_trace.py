@@ -180,6 +180,13 @@ def test_a_file_without_forward_numbers_counts_rows(tmp_path):
     np.testing.assert_array_equal(found.forward, np.arange(len(given["sequence"]), dtype=np.int32), strict=True)
 
 
+def test_a_file_without_candidates_knows_none(tmp_path):
+    given = arrays(0, 5)
+    del given["candidates"]
+    found = read_trace(write_raw(tmp_path / "a", given))
+    np.testing.assert_array_equal(found.candidates, np.full_like(given["tokens"], -1), strict=True)
+
+
 def test_weights_may_be_bytes(tmp_path):
     given = arrays(0, 5)
     given["weights"] = np.full(given["weights"].shape, 255, np.uint8)
@@ -312,7 +319,7 @@ def test_damaged_data(tmp_path):
         (b"\x02\0\0\0\0\0\0\0{]", "has a header that is not of a safetensors file"),
         (b'\x09\0\0\0\0\0\0\0{"a": {}}', "has a header that is not of a safetensors file"),
         (b"\x02\0\0\0\0\0\0\0{}", 'its metadata have no entry "format" that says oled-trace; expert_ids is missing'),
-        (gzip.compress(b"short"), "is no safetensors file"),
+        (gzip.compress(b"short", mtime=0), "is no safetensors file"),
     ],
 )
 def test_foreign_files(tmp_path, content, expected):

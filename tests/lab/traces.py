@@ -32,6 +32,7 @@ def arrays(seed: int, forwards: int, *, batch: int = 2, prefill: bool = False, l
                         "confidence": rng.random(TOKENS).astype(np.float16),
                         "tokens": rng.integers(0, 5, TOKENS).astype(np.int32),
                         "status": rng.integers(0, 4, TOKENS).astype(np.uint8),
+                        "candidates": rng.integers(-1, 5, TOKENS).astype(np.int32),
                         "sequence": np.int32(first + s),
                         "block": np.int32(piece if starting else 2 + place[s, 0]),
                         "step": np.int32(0 if starting else place[s, 1]),
