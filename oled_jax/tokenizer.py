@@ -79,8 +79,11 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", text: str, *, system: str 
     """Token ids of a conversation with one user turn ``text``, up to where the assistant's answer begins.
 
     Uses the checkpoint's chat template, else the literal form of the family (thinking switched off). Raises OledError
-    when the template refuses the conversation.
+    when the template refuses the conversation, and for a text that is not valid Unicode.
     """
+    check_unicode(text, "the text")
+    if system is not None:
+        check_unicode(system, "the system turn")
     if tokenizer.chat_template is None:
         instruction = _THINKING_OFF if system is None else f"{system}\n{_THINKING_OFF}"
         return encode_raw(tokenizer, _SYSTEM_TURN.format(system=instruction) + _USER_TURN.format(user=text))
@@ -98,11 +101,20 @@ def encode_raw(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
     Raises OledError for text that is not valid Unicode (undecodable bytes of a command line arrive as such).
     """
+    check_unicode(text, "the text")
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False, verbose=False)]
+
+
+def check_unicode(text: str, name: str) -> None:
+    """OledError that begins with ``name`` if ``text`` holds a surrogate, which is no character; tells where it is.
+
+    Undecodable bytes of a command line arrive as such, and so does an escape of JSON that lacks its other half.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise OledError(f"the text is not valid Unicode at character {error.start}: give UTF-8") from None
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False, verbose=False)]
+        where = f"character {error.start} (counted from 0), {text[error.start]!a}"
+        raise OledError(f"{name} is not valid Unicode at {where}: give UTF-8") from None
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", ids: Iterable[int]) -> str:

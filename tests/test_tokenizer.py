@@ -159,3 +159,10 @@ def test_decode_skips_special_tokens_and_survives_ids_without_text(plain):
 def test_text_that_is_no_unicode_is_one_clear_error():
     with pytest.raises(OledError, match="not valid Unicode at character 1"):
         encode_raw(None, "a\udcff")
+
+
+def test_offset_of_a_broken_character_is_that_in_the_callers_own_text(plain):
+    with pytest.raises(OledError, match=r"the text is not valid Unicode at character 2 \(counted from 0\), '.udc80'"):
+        encode_chat(plain, "ab\udc80", system="Be brief.")
+    with pytest.raises(OledError, match=r"the system turn is not valid Unicode at character 0 "):
+        encode_chat(plain, "ab", system="\ud800")

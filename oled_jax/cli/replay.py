@@ -129,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.study is not None and args.study == args.split:
         raise OledError(f"--study {args.study}: these are the prompts that are replayed; study the others")
+    if not args.trace:
+        raise OledError("TRACE is empty: give the path of a trace file")
     rules = _rules(args)
     capacities = _capacities(args.capacity)
     _check_seed(args.seed)
@@ -342,7 +344,7 @@ def _config(given: str | None, trace: "Trace") -> "ModelConfig":
 def _config_at(path: str) -> "ModelConfig":
     from oled_jax.config import ModelConfig, preset_names
 
-    if not Path(path).exists():
+    if not path or not Path(path).exists():
         raise OledError(
             f"--model {path!r:.200} is neither a file nor a preset: the presets are {', '.join(preset_names())}"
         )

@@ -9,18 +9,23 @@ trace says of its sequences: ``task`` (a string) and ``split`` ("calibration" or
 """
 
 import argparse
+import codecs
 import dataclasses
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oled_jax.errors import OledError, problem_list
+from oled_jax.tokenizer import check_unicode, encode_chat, encode_raw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEED_LIMIT = 2**32
+_ID = re.compile(r"-?[0-9]{1,40}")  # a negative one is told with those outside the vocabulary
+_LONGEST_ECHO = 80
 _KEYS = ("prompt", "prompt_ids", "id", "seed", "task", "split")
 
 
@@ -40,11 +45,14 @@ class Request:
 def read_requests(args: argparse.Namespace) -> list[Request]:
     """The prompts that the command line names, in order; OledError for what cannot be one."""
     seed = _seed(args.seed, "--seed")
+    if args.prompts_file == "":
+        raise OledError("--prompts-file is empty: give the path of a file")
     if args.prompts_file is not None:
         return _read_file(Path(args.prompts_file), seed)
     if args.prompt is not None:
         if not args.prompt:
             raise OledError("--prompt is empty: give it some text")
+        check_unicode(args.prompt, "--prompt")
         return [Request("the prompt", args.prompt, None, seed)]
     return [Request("the prompt", None, _parse_ids(args.prompt_ids), seed)]
 
@@ -63,8 +71,8 @@ def encode_requests(
     ``forbidden``: ids that decoding would fill in or execute. Raises OledError for prompts without a token, with one of
     these, or with ids outside the vocabulary, all of them together.
     """
-    from oled_jax.tokenizer import encode_chat, encode_raw
-
+    if system is not None:
+        check_unicode(system, "--system")
     encoded, problems = [], []
     for request in requests:
         if request.ids is not None:
@@ -94,25 +102,32 @@ def encode_requests(
 
 
 def _some(ids: list[int]) -> str:
-    return ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
+    return ", ".join(_cut(str(token)) for token in ids[:5]) + (", ..." if len(ids) > 5 else "")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}..."
 
 
 def _parse_ids(text: str) -> tuple[int, ...]:
     if not text.strip():
         raise OledError("--prompt-ids is empty: give token ids separated by commas, such as 1,2,3")
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise OledError(f"--prompt-ids {text!r}: give token ids separated by commas, such as 1,2,3") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(map(_ID.fullmatch, parts)):
+        raise OledError(f"--prompt-ids {_cut(ascii(text))}: give token ids separated by commas, such as 1,2,3")
+    return tuple(map(int, parts))
 
 
 def _read_file(path: Path, seed: int) -> list[Request]:
     try:
-        lines = path.read_bytes().split(b"\n")
+        content = path.read_bytes()
     except OSError as error:
         raise OledError(f"--prompts-file {path} cannot be read: {error.strerror}") from None
+    # Without a byte order mark, JSON in wider units gives itself away: its first character is an ASCII one.
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:4]:
+        raise OledError(f"--prompts-file {path} is UTF-16 or UTF-32 text, not UTF-8: save it as UTF-8")
     requests, problems = [], []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -128,7 +143,9 @@ def _read_file(path: Path, seed: int) -> list[Request]:
 
 def _parse_line(line: bytes, where: str, seed: int) -> Request:
     try:
-        raw: Any = json.loads(line)
+        raw: Any = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
+    except OledError:
+        raise
     except UnicodeDecodeError as error:
         raise OledError(f"is not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -142,6 +159,9 @@ def _parse_line(line: bytes, where: str, seed: int) -> Request:
         raise OledError(f"has unknown keys {', '.join(unknown)} (known: {', '.join(_KEYS)})")
     if ("prompt" in raw) == ("prompt_ids" in raw):
         raise OledError("needs exactly one of prompt and prompt_ids")
+    for key, value in raw.items():
+        if isinstance(value, str):
+            check_unicode(value, key)
     text, ids, name = raw.get("prompt"), raw.get("prompt_ids"), raw.get("id")
     if "prompt" in raw and (not isinstance(text, str) or not text):
         raise OledError(f"prompt is {text!r}, expected text that is not empty")
@@ -151,6 +171,16 @@ def _parse_line(line: bytes, where: str, seed: int) -> Request:
         raise OledError(f"id is {name!r}, expected a string or an integer")
     seed = _seed(raw.get("seed", seed), "seed")
     return Request(where, text, None if ids is None else tuple(ids), seed, name, **_labels(raw))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; OledError for a key that it has more than once, since readers differ on which of them counts."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise OledError(f"has the key {_cut(ascii(key))} more than once")
+        content[key] = value
+    return content
 
 
 def _labels(raw: dict[str, Any]) -> dict[str, str]:
@@ -167,7 +197,7 @@ def _labels(raw: dict[str, Any]) -> dict[str, str]:
 
 def _seed(value: Any, name: str) -> int:
     if not _is_int(value) or not 0 <= value < SEED_LIMIT:
-        raise OledError(f"{name} is {value!r}: give an integer of 0 to {SEED_LIMIT - 1}")
+        raise OledError(f"{name} is {_cut(repr(value))}: give an integer of 0 to {SEED_LIMIT - 1}")
     return value
 
 

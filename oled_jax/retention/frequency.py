@@ -218,3 +218,12 @@ class StaticFrequency(FixedPolicy):
         yield from super()._problems()
         if self.counts is None:
             yield "counts is missing: give how often each expert was wanted, [layers, experts]"
+        elif isinstance(self.counts, Table) and self.counts.array.ndim == 2:
+            counts = self.counts.array
+            wrong = np.argwhere(~(np.isfinite(counts) & (counts >= 0)))
+            if len(wrong):
+                (layer, expert), file = wrong[0], f" of {self.counts.source}" if self.counts.source else ""
+                yield (
+                    f"counts holds {counts[layer, expert]} at layer {layer}, expert {expert}{file}; "
+                    "it must hold finite numbers that are not negative"
+                )

@@ -13,6 +13,8 @@ A TOML file lists several, each with its parameters as they are called everywher
 """
 
 import dataclasses
+import math
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from oled_jax.errors import OledError, problem_list
+from oled_jax.files import open_regular, read_bytes
 from oled_jax.retention.frequency import Lfru, Lfu, Lfuda, LfudaConf, LfuInCache, StaticFrequency
 from oled_jax.retention.policy import RetentionPolicy, Table, number_problem
 from oled_jax.retention.priority import Oled, Status
@@ -39,6 +42,8 @@ _POLICIES = {
         *(Oled, OledSteps, Boundary, Status),
     )
 }
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def policy_names() -> tuple[str, ...]:
@@ -76,11 +81,13 @@ def policies_from_toml(path: str | Path) -> list[RetentionPolicy]:
     OledError where the file cannot be read, lists none, or holds anything else; and, all at once, for every unknown
     name, parameter or value in it.
     """
+    if path == "":
+        raise OledError("the path of the file of policies is empty: give a .toml file")
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(read_bytes(Path(path)).decode())
     except OSError as error:
         raise OledError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of TOML or of UTF-8
+    except (RecursionError, ValueError) as error:  # of TOML or of UTF-8
         raise OledError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
     listed, problems = content.pop("policy", None), []
     if content:
@@ -152,16 +159,34 @@ def _value(field: dataclasses.Field, given: Any, folder: Path, problems: list[st
 
 
 def _table(name: str, given: Any, folder: Path, problems: list[str]) -> Table | None:
-    if not isinstance(given, str):
+    if not isinstance(given, str) or not given:
         problems.append(f"{name} is {given!r}; give the path of a .npy file")
         return None
-    path = str(folder / given)
+    path = folder / given
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        problems.append(f"{name} is {given!r}, which cannot be read as a .npy file: {error}")
-        return None
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
-        problems.append(f"{name} is {given!r}, which does not hold one array of numbers")
-        return None
-    return Table(array, path)
+        return Table(_read_array(path), str(path))
+    except OSError as error:
+        reason: Any = error.strerror or error
+    except Exception as error:  # numpy raises a dozen kinds for a header that is damaged
+        reason = " ".join(str(error).split()) or "its header is damaged"
+    problems.append(f"{name} is {given!r}, which cannot be read as a .npy file: {reason}")
+    return None
+
+
+def _read_array(path: Path) -> np.ndarray:
+    """The numbers in a ``.npy`` file; nothing is allocated that the file is too short for.
+
+    Raises OSError for what is no regular file, and whatever numpy does for what is no ``.npy`` file.
+    """
+    with open(open_regular(path), "rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:  # a later one is for field names, which no table has
+            raise ValueError(f"its format version is {version[0]}.{version[1]}, expected 1.0 or 2.0")
+        shape, _, dtype = _HEADERS[version](file)
+        if dtype.kind not in "iuf":
+            raise ValueError(f"it does not hold one array of numbers but {dtype}")
+        claimed, held = math.prod(shape) * dtype.itemsize, os.fstat(file.fileno()).st_size - file.tell()
+        if claimed > held or any(size < 0 for size in shape):
+            raise ValueError(f"its header claims the shape {list(shape)} of {dtype}, but {held:,} bytes of data follow")
+        file.seek(0)
+        return np.lib.format.read_array(file, allow_pickle=False)

@@ -355,3 +355,10 @@ def test_nothing_but_prefill(tmp_path, refused):
     assert "holds no decoding forwards, only prefill: include that (--include-prefill)" in refused(
         tmp_path / "a", "--capacity", 2
     )
+
+
+def test_paths_without_a_name(path, refused):
+    assert "TRACE is empty: give the path of a trace file" in refused("", "--capacity", 3)
+    assert "the path of the file of policies is empty" in refused(path, "--capacity", 3, "--policy-file", "")
+    named = ("--machine", "h200", "--model", "")
+    assert "--model '' is neither a file nor a preset" in refused(path, "--capacity", 3, *named)

@@ -1,8 +1,10 @@
 """Policies by name: what is read, what is refused and how it is told, and that none of it needs jax."""
 
 import dataclasses
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -228,3 +230,96 @@ def test_wrong_types_in_python_are_told_alike():
 def test_the_laboratory_needs_numpy_alone():
     code = "import sys, oled_jax.retention; sys.exit('jax' in sys.modules or 'flax' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0
+
+
+def told_of_counts(folder: Path, name: str = "static-frequency") -> str:
+    """What is said of ``counts.npy`` in ``folder``: the same by name and from TOML, each in one line."""
+    with pytest.raises(OledError) as caught:
+        policy_by_name(f"{name}:counts={folder / 'counts.npy'}")
+    (folder / "list.toml").write_text(f"[[policy]]\nname = '{name}'\ncounts = 'counts.npy'")
+    with pytest.raises(OledError) as again:
+        policies_from_toml(folder / "list.toml")
+    by_name, listed = (str(error.value).replace(str(folder / "counts.npy"), "counts.npy") for error in (caught, again))
+    assert "\n" not in by_name + listed and len(by_name) < 1000
+    sentence = by_name.partition("1 problem: ")[2]
+    assert sentence and sentence in listed
+    return sentence
+
+
+def with_header(text: str) -> bytes:
+    """A ``.npy`` file of six float64 under any header, well-formed or not."""
+    padded = text + " " * (-(len(text) + 11) % 64) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode() + bytes(48)
+
+
+def test_tables_are_read_from_regular_files_alone(tmp_path):
+    os.mkfifo(tmp_path / "counts.npy")
+    assert "it is a named pipe, not a regular file" in told_of_counts(tmp_path)
+    (tmp_path / "counts.npy").unlink()
+    (tmp_path / "counts.npy").mkdir()
+    assert "it is a folder, not a regular file" in told_of_counts(tmp_path)
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(OledError, match=r"pipe\.toml cannot be read: it is a named pipe"):
+        policies_from_toml(tmp_path / "pipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (
+            "{'descr': '<f8', 'fortran_order': False, 'shape': (1000000, 100000000000)}",
+            "its header claims the shape [1000000, 100000000000] of float64, but 48 bytes of data follow",
+        ),
+        ("{'descr': '<f8', 'fortran_order': False, 'shape': (7, 1)}", "but 48 bytes of data follow"),
+        ("{'descr': '<f8', 'fortran_order': False, 'shape': (-2, -3)}", "claims the shape [-2, -3]"),
+        ("{'descr': '<f8', 'fortran_order': False, 'shape': (-1, 3)}", "claims the shape [-1, 3]"),
+        (f"{{'descr': '<f8', 'fortran_order': False, 'shape': (0, {10**30})}}", "cannot be read as a .npy file"),
+        ("{'descr': '<f8', 'fortran_order': False, 'shape': (True, 6)}", "cannot be read as a .npy file"),
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (2, 3)}", "does not hold one array of numbers but object"),
+        ("{'descr': '<f99', 'fortran_order': False, 'shape': (2, 3)}", "cannot be read as a .npy file"),
+        ("{1: 2, 'shape': (2, 3)}", "cannot be read as a .npy file"),
+        ("{[]: 3}", "cannot be read as a .npy file"),
+        ("-" * 9000 + "1", "cannot be read as a .npy file"),
+        ("(" * 9000, "cannot be read as a .npy file"),
+        ("", "cannot be read as a .npy file"),
+    ],
+)
+def test_damaged_headers_are_told_in_one_line(tmp_path, header, says):
+    (tmp_path / "counts.npy").write_bytes(with_header(header))
+    assert says in told_of_counts(tmp_path)
+
+
+def test_files_that_are_cut_short_or_of_another_kind(tmp_path):
+    np.save(tmp_path / "whole.npy", np.arange(6.0).reshape(2, 3))
+    whole = (tmp_path / "whole.npy").read_bytes()
+    for length in (*range(0, 16), 100, len(whole) - 48, len(whole) - 1):
+        (tmp_path / "counts.npy").write_bytes(whole[:length])
+        assert "cannot be read as a .npy file" in told_of_counts(tmp_path)
+    (tmp_path / "counts.npy").write_bytes(whole[:6] + b"\x03" + whole[7:])
+    assert "its format version is 3.0, expected 1.0 or 2.0" in told_of_counts(tmp_path)
+    np.savez(tmp_path / "many.npz", counts=np.ones((2, 3)))
+    (tmp_path / "many.npz").rename(tmp_path / "counts.npy")
+    assert "magic string is not correct" in told_of_counts(tmp_path)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+@pytest.mark.parametrize("dtype", ["<f8", ">f4", "f2", "u1", ">i8"])
+def test_every_layout_of_numbers_is_read(tmp_path, order, version, dtype):
+    array = np.array(np.arange(6).reshape(2, 3), dtype, order=order)
+    with open(tmp_path / "counts.npy", "wb") as file:
+        np.lib.format.write_array(file, array, version)
+    policy = policy_by_name(f"static-frequency:counts={tmp_path / 'counts.npy'}")
+    assert policy.counts.array.dtype == dtype and policy.counts.array.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_COUNTS))
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -1])
+def test_counts_that_count_nothing_are_refused(tmp_path, name, wrong):
+    counts = np.ones((2, 3))
+    counts[1, 2] = wrong
+    np.save(tmp_path / "counts.npy", counts)
+    says = f"counts holds {float(wrong)} at layer 1, expert 2 of counts.npy; it must hold finite numbers that are not"
+    assert says in told_of_counts(tmp_path, name)
+    with pytest.raises(OledError, match="at layer 0, expert 1; it"):
+        StaticFrequency(counts=Table(np.array([[0, -3, 1]])))
