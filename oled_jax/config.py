@@ -256,8 +256,13 @@ def _inconsistencies(config: ModelConfig) -> list[str]:
         return problems
     if c.num_experts > 2**16 or c.num_hidden_layers > 2**12:
         return [f"num_experts {c.num_experts} and num_hidden_layers {c.num_hidden_layers} are beyond any such model"]
-    if not 0 <= c.first_k_dense_replace <= c.num_hidden_layers:
-        problems.append(f"first_k_dense_replace is {c.first_k_dense_replace}, must be 0 to {c.num_hidden_layers}")
+    if c.first_k_dense_replace == c.num_hidden_layers:
+        problems.append(
+            f"first_k_dense_replace is {c.first_k_dense_replace} of {c.num_hidden_layers} (num_hidden_layers), which "
+            f"leaves no mixture-of-experts layer; this package runs models that have one"
+        )
+    elif not 0 <= c.first_k_dense_replace < c.num_hidden_layers:
+        problems.append(f"first_k_dense_replace is {c.first_k_dense_replace}, must be 0 to {c.num_hidden_layers - 1}")
     if c.num_shared_experts < 0:
         problems.append(f"num_shared_experts is {c.num_shared_experts}, must not be negative")
     if c.num_attention_heads % c.num_key_value_heads:

@@ -1,12 +1,13 @@
 """The engine: what a script or a notebook imports. Loads a checkpoint, computes logits, generates.
 
 Promises: every argument is checked before anything runs, and a mistake is one ``OledError``; the same prompt, rule and
-seed give the same tokens, alone or in a batch; nothing recompiles once the shapes in use have been seen. An engine is
-used from one thread at a time.
+seed give the same tokens, alone or in a batch; nothing recompiles once the shapes in use have been seen. An engine does
+one thing at a time: what a callback or another thread asks of it meanwhile is an ``OledError``.
 
 Deliberately not here: text (see ``Engine.tokenizer`` and ``oled_jax.tokenizer``) and files (``oled_jax.checkpoint``).
 """
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -77,6 +78,7 @@ class Engine:
         self.context_length = _checked_context(context_length, self.config)
         runner = runner or ResidentExperts()
         self._scripted_block = runner.block_length if isinstance(runner, ScriptedRouting) else None
+        self._running = threading.Lock()
         self.experts = ExpertSession(self.config, runner, experts, new_manager)
         self.programs = Programs(model, runner, self.experts.store, on_compile)
 
@@ -91,7 +93,7 @@ class Engine:
         experts_on_device: int | str | None = None,
         policy: str | RetentionPolicy = "lru",
         form: str = LOAD_THEN_COMPUTE,
-        staging: int = 4,
+        staging: int | None = None,
         manager: str = "device",
         routing: "Trace | None" = None,
         on_plan: Callable[[Plan], None] | None = None,
@@ -104,8 +106,9 @@ class Engine:
         (the most that fit) keeps all of them in pinned host memory and N of each layer in device slots. Then
         ``policy`` names what stays there (``oled_jax.retention.policy_names``, with parameters as in
         "oled:w=one,rho_in=0.5"); ``form`` is "load-then-compute" or "stream" (``oled_jax.offload.offloaded``);
-        ``staging`` rows per layer serve experts that may not stay; ``manager`` says where the policy learns from a
-        forward, inside the jitted step ("device") or between steps ("host"): decisions are the same.
+        ``staging`` rows per layer serve experts that may not stay (default: 4, or all experts if there are fewer);
+        ``manager`` says where the policy learns from a forward, inside the jitted step ("device") or between steps
+        ("host"): decisions are the same.
 
         ``routing``: a trace (``oled_jax.lab.read_trace``) whose ids and weights take the router's place in decoding
         forwards, for benchmarks with weights that say nothing about routing: answers are meaningless, loads and times
@@ -185,7 +188,7 @@ class Engine:
         """Logits ``[B, T, V]`` float32 of ``input_ids [B, T]`` under the strict block-causal mask.
 
         Computed in chunks against the cache, as prefill is. Raises OledError for ids out of range, T beyond the
-        context, or a block length below 1.
+        context, a block length below 1, or an engine that is running.
         """
         if not isinstance(input_ids, Sequence | np.ndarray) or len(input_ids) == 0:
             raise OledError(f"input_ids is {input_ids!r}: give integers [batch, tokens], at least one of each")
@@ -201,18 +204,20 @@ class Engine:
         self._check_block(block_length)
         plan = ChunkPlan.of(self.config, block_length, batch)
         cache = KVCache.zeros(self.config, batch, plan.cache_length(self.context_length), self.programs.dtype)
-        parts, numbers = [], self.experts.begin(batch)
-        for start, tokens in plan.chunks(length):
-            chunk = np.zeros((batch, tokens), np.int32)
-            count = min(tokens, length - start)
-            chunk[:, :count] = ids[:, start : start + count]
-            valid = np.broadcast_to(np.arange(tokens) < count, (batch, tokens))
-            starts = np.full(batch, start, np.int32)
-            run = (cache, self.experts.state, chunk, starts, valid, numbers, block_length)
-            vector, staged, self.experts.state, logits = self.programs.prefill(*run, with_logits=True)
-            self.experts.observe(vector, batch, tokens)
-            cache = self.programs.commit(cache, staged, starts, valid)
-            parts.append(np.asarray(logits)[:, :count])
+        parts = []
+        with self._alone():
+            numbers = self.experts.begin(batch)
+            for start, tokens in plan.chunks(length):
+                chunk = np.zeros((batch, tokens), np.int32)
+                count = min(tokens, length - start)
+                chunk[:, :count] = ids[:, start : start + count]
+                valid = np.broadcast_to(np.arange(tokens) < count, (batch, tokens))
+                starts = np.full(batch, start, np.int32)
+                run = (cache, self.experts.state, chunk, starts, valid, numbers, block_length)
+                vector, staged, self.experts.state, logits = self.programs.prefill(*run, with_logits=True)
+                self.experts.observe(vector, batch, tokens)
+                cache = self.programs.commit(cache, staged, starts, valid)
+                parts.append(np.asarray(logits)[:, :count])
         return np.concatenate(parts, axis=1)
 
     def generate(
@@ -255,8 +260,8 @@ class Engine:
         unless ``allow_special_ids``, since decoding would fill or execute them.
 
         Raises OledError, before anything runs, for an empty prompt, ids or seeds out of range, prompts that do not
-        fit the context together with ``gen_length``, a block length that the model or the context cannot take, and
-        ids that neither the rule nor the checkpoint tells.
+        fit the context together with ``gen_length``, a block length that the model or the context cannot take, ids
+        that neither the rule nor the checkpoint tells, and an engine that is running.
         """
         rule = resolved(rule, self.special_ids)
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
@@ -284,19 +289,33 @@ class Engine:
             )
         for prompt in prompts:
             self._check_prompt(prompt, rule, gen_length, allow_special_ids)
-        return generate(
-            self.programs,
-            self.experts,
-            rule,
-            prompts,
-            seeds,
-            gen_length,
-            self.context_length,
-            on_block,
-            on_step,
-            on_record,
-            with_logits,
-        )
+        with self._alone():
+            return generate(
+                self.programs,
+                self.experts,
+                rule,
+                prompts,
+                seeds,
+                gen_length,
+                self.context_length,
+                on_block,
+                on_step,
+                on_record,
+                with_logits,
+            )
+
+    def _alone(self) -> threading.Lock:
+        """What to hold while programs run; OledError if it is held.
+
+        The lock itself, since an interrupt cannot strike between taking it and the block that releases it. Two threads
+        that ask in the same instant take turns.
+        """
+        if self._running.locked():
+            raise OledError(
+                "this engine is running already: wait until it has returned (a callback gets to run before), or load "
+                "a second engine"
+            )
+        return self._running
 
     def _check_block(self, block_length: int) -> None:
         if not is_int(block_length) or not 1 <= block_length <= self.context_length:

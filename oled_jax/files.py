@@ -65,13 +65,18 @@ def read_bytes(path: str | Path) -> bytes:
         return file.read()
 
 
+def temporary_name(path: Path) -> Path:
+    """Where the bytes of ``path`` lie while a ``whole_file`` is written."""
+    return path.with_name(path.name + ".tmp")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write: under a temporary name (``path`` with ``.tmp`` appended), renamed once it is on the disk.
+    """A file to write: under its ``temporary_name`` (``.tmp`` appended), renamed once it is on the disk.
 
     After an exception the temporary file is gone; a full disk raises OSError.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_name(path)
     try:
         with open(temporary, "wb") as file:
             yield file

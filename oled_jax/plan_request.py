@@ -23,6 +23,9 @@ FORMS = ("load-then-compute", "stream")
 # Of all decoding rules.
 DEFAULT_BLOCK = 32
 
+# Rows per layer for experts that may not stay; all of them where a layer has fewer.
+DEFAULT_STAGING = 4
+
 MOST_BYTES = 2**60
 
 # A typing error in a batch is told as such; nobody decodes more sequences than this at once.
@@ -106,6 +109,8 @@ def checked_request(
         device_limit = integer("device_bytes (--device-memory)", device_limit, 1, MOST_BYTES)
     if host_limit is not None:
         host_limit = integer("host_bytes (--host-memory)", host_limit, 1, MOST_BYTES)
+    if staging is None:
+        staging = min(DEFAULT_STAGING, config.num_experts)
     if headroom is None:
         headroom = default_headroom(device_limit) if experts == AUTO and device_limit else 0
     return PlanRequest(

@@ -187,7 +187,7 @@ def make_plan(
     batch: int = 1,
     block_length: int | None = None,
     experts_on_device: int | str | None = None,
-    staging: int = 4,
+    staging: int | None = None,
     form: str = FORMS[0],
     sampled: bool = False,
     device_bytes: int | None = None,
@@ -199,9 +199,10 @@ def make_plan(
 
     ``experts_on_device``: as ``oled_jax.plan_request.experts_on_device`` reads it. "auto" takes the most that fit into
     ``device_bytes`` with ``headroom`` bytes left (default: ``default_headroom``); a number is held to ``device_bytes``
-    alone, unless ``headroom`` is given. ``staging``: rows per layer for experts that may not stay. ``form`` changes no
-    figure: both compute products of one shape. ``sampled``: at a temperature above 0, which sorts the logits.
-    ``device_bytes`` and ``host_bytes``: what there is; None is not checked. ``dtype``: "bfloat16" or "float32".
+    alone, unless ``headroom`` is given. ``staging``: rows per layer for experts that may not stay (default: 4, or all
+    experts if there are fewer). ``form`` changes no figure: both compute products of one shape. ``sampled``: at a
+    temperature above 0, which sorts the logits. ``device_bytes`` and ``host_bytes``: what there is; None is not
+    checked. ``dtype``: "bfloat16" or "float32".
 
     Raises OledError for an argument out of its range, and PlanError when memory does not suffice.
     """
@@ -223,8 +224,8 @@ def make_plan(
         plan = _planned(request)
     elif request.device_limit is None:
         raise OledError(
-            "experts_on_device is 'auto', and how much memory the device has is not known: give it (--device-memory "
-            "24GiB), or a number of experts"
+            "experts_on_device is 'auto', and how much memory the device has is not known: give a number of experts or "
+            'a share such as "40%"; `oled-jax plan --device-memory 24GiB` tells what fits a device of that size'
         )
     else:
         plan = _with_most_experts(request) or _planned(dataclasses.replace(request, experts=1))

@@ -183,7 +183,9 @@ def test_what_is_not_implemented_is_refused(changes, message):
     [
         (PUBLISHED_20, {"hidden_size": 0}, "hidden_size is 0, must be positive"),
         (PUBLISHED_20, {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, must be positive"),
-        (PUBLISHED_20, {"first_k_dense_replace": 21}, "first_k_dense_replace is 21, must be 0 to 20"),
+        (PUBLISHED_20, {"first_k_dense_replace": 21}, "first_k_dense_replace is 21, must be 0 to 19"),
+        (PUBLISHED_20, {"first_k_dense_replace": -1}, "first_k_dense_replace is -1, must be 0 to 19"),
+        (PUBLISHED_20, {"first_k_dense_replace": 20}, r"is 20 of 20 \(num_hidden_layers\), which leaves no mixture-of"),
         (PUBLISHED_20, {"num_shared_experts": -1}, "num_shared_experts is -1"),
         (PUBLISHED_20, {"num_key_value_heads": 3}, "16 is no multiple of num_key_value_heads 3"),
         (PUBLISHED_20, {"partial_rotary_factor": 0.51}, "partial_rotary_factor 0.51 gives 65"),

@@ -2,6 +2,8 @@
 
 import dataclasses
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from oled_jax.convert.to_orbax import to_orbax
 from oled_jax.decoding.programs import window_for
 from oled_jax.loading import load_weights
 from oled_jax.model.kv_cache import KVCache
+from oled_jax.retention import StepRecord
 from tests.decoding import reference
 from tests.golden_fixtures import BFLOAT16, CONTEXT, FLOAT32, GOLDEN, cases, engine, forward, rule_of
 
@@ -231,6 +234,51 @@ def test_an_interrupted_generation_leaves_the_engine_usable(failure):
     with pytest.raises(failure):
         engine(TINY).generate(prompt(11), rule, gen_length=14, on_step=fail)
     assert engine(TINY).generate(prompt(11), rule, gen_length=14).tokens == before
+
+
+@pytest.mark.parametrize("callback", ["on_record", "on_step", "on_block"])
+def test_a_callback_cannot_use_its_engine_and_the_generation_stays_right(callback):
+    eng, records, refused = engine(TINY), [], []
+    ids = prompt(11)
+    expected = eng.generate(ids, GOOD, gen_length=14, on_record=records.append)
+
+    def nested(event):
+        for call in (lambda: eng.generate([1], GOOD, gen_length=4), lambda: eng.logits([[1]], 8)):
+            with pytest.raises(OledError, match="this engine is running already: wait until it has returned") as caught:
+                call()
+            refused.append(caught.value)
+
+    again = []
+    listeners = {"on_record": again.append} | {callback: lambda event: (nested(event), again.append(event))}
+    out = eng.generate(ids, GOOD, gen_length=14, **listeners)
+    assert (out.tokens, out.metrics.experts) == (expected.tokens, expected.metrics.experts)
+    assert len(refused) >= 2
+    seen = [record for record in again if isinstance(record, StepRecord)]
+    assert len(seen) == len(records)
+    for ours, theirs in zip(seen, records, strict=True):
+        np.testing.assert_array_equal(ours.routing.ids, theirs.routing.ids)
+
+
+def test_another_thread_is_refused_while_the_engine_runs():
+    eng, running, proceed = engine(TINY), threading.Event(), threading.Event()
+    expected = eng.generate(prompt(11), GOOD, gen_length=14)
+
+    def wait(event):
+        running.set()
+        proceed.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(eng.generate, prompt(11), GOOD, gen_length=14, on_step=wait)
+        running.wait()
+        try:
+            with pytest.raises(OledError, match="this engine is running already"):
+                eng.generate([1], GOOD, gen_length=4)
+            with pytest.raises(OledError, match="this engine is running already"):
+                eng.logits([[1]], 8)
+        finally:
+            proceed.set()
+        assert outcome.result().tokens == expected.tokens
+    assert eng.generate(prompt(11), GOOD, gen_length=14).tokens == expected.tokens
 
 
 def test_metrics_add_up():

@@ -233,7 +233,7 @@ SIZES = st.fixed_dictionaries(
     {
         "hidden_size": st.sampled_from([64, 256]),
         "moe_intermediate_size": st.sampled_from([32, 512]),
-        "num_hidden_layers": st.integers(1, 6),
+        "num_hidden_layers": st.integers(2, 6),
         "num_experts": st.sampled_from([16, 64]),
         "num_key_value_heads": st.sampled_from([1, 4]),
         "vocab_size": st.sampled_from([100, 50000]),
@@ -377,20 +377,29 @@ def test_the_pinned_pool_is_told_of_when_the_bank_exceeds_it():
         ({"block_length": 4097}, "4096"),
         ({"batch": 0}, "batch"),
         ({"batch": 2.0}, "batch"),
-        ({"staging": 0}, "staging"),
+        ({"staging": 0}, "staging (--staging) is 0: give an integer from 1 to 256"),
+        ({"staging": 257}, "staging (--staging) is 257"),
         ({"form": "magic"}, "load-then-compute or stream"),
         ({"device_bytes": 0}, "device_bytes"),
         ({"device_bytes": "24GiB"}, "device_bytes"),
         ({"host_bytes": -1}, "host_bytes"),
         ({"headroom": -1}, "headroom"),
         ({"experts_on_device": "0%"}, "'0%'"),
-        ({"experts_on_device": "auto"}, "--device-memory"),
+        ({"experts_on_device": "auto"}, 'give a number of experts or a share such as "40%"; `oled-jax plan --device-'),
     ],
 )
 def test_mistakes_are_told(arguments, words):
     with pytest.raises(OledError) as caught:
         PLAN(**arguments)
     assert words in str(caught.value) and not isinstance(caught.value, PlanError)
+
+
+@pytest.mark.parametrize(("experts", "rows"), [(2, 2), (3, 3), (4, 4), (64, 4)])
+def test_staging_is_four_rows_or_what_there_is(experts, rows):
+    config = small_config(num_experts=experts, n_group=1, topk_group=1, num_experts_per_tok=1)
+    plan = make_plan(config, dtype="float32", context_length=64, experts_on_device=1)
+    assert plan.staging == rows and plan.device.staging_slots == rows * plan.device.resident_slots
+    assert make_plan(config, dtype="float32", context_length=64).staging == 0
 
 
 def test_blocks_keep_to_routing_windows():

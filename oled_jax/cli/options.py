@@ -14,6 +14,9 @@ from oled_jax.errors import OledError
 if TYPE_CHECKING:
     from oled_jax.decoding.rule import Rule
 
+# Options that mean nothing without a budget.
+OF_A_BUDGET = ("policy", "form", "staging", "manager")
+
 RULE_NAMES = ("threshold", "editing", "levenshtein")
 
 # Flag, type and help of the settings that rules have. None of them has a default here.
@@ -76,16 +79,15 @@ def add_placement_options(parser: argparse.ArgumentParser, *, required: bool = F
         help='experts of each layer in device slots: a number, a share such as 40%% or "auto", the most that fit '
         "(default: all, without a bank)",
     )
-    group.add_argument("--policy", default="lru", help='what stays: "lru", "oled:w=one,rho_in=0.5", ... (default: lru)')
+    group.add_argument("--policy", help='what stays: "lru", "oled:w=one,rho_in=0.5", ... (default: lru)')
     group.add_argument(
         "--form",
-        default="load-then-compute",
         help='"load-then-compute" (default), or "stream": hits first, then each miss as it lands',
     )
-    group.add_argument("--staging", type=int, default=4, metavar="N", help="rows for experts that may not stay (4)")
     group.add_argument(
-        "--manager", default="device", help='where the policy learns: "device", inside the step (default), or "host"'
+        "--staging", type=int, metavar="N", help="rows for experts that may not stay (default: 4, or what a layer has)"
     )
+    group.add_argument("--manager", help='where the policy learns: "device", inside the step (default), or "host"')
     group.add_argument(
         "--routing",
         metavar="TRACE",
@@ -95,9 +97,9 @@ def add_placement_options(parser: argparse.ArgumentParser, *, required: bool = F
 
 
 def placement_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``Engine.load`` that the options for experts stand for."""
-    names = ("experts_on_device", "policy", "form", "staging", "manager")
-    return {name: getattr(args, name) for name in names}
+    """The arguments of ``Engine.load`` that the given options for experts stand for."""
+    names = ("experts_on_device", *OF_A_BUDGET)
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:

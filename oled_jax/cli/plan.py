@@ -81,7 +81,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences decoded together (default: 1)")
     parser.add_argument("--block-length", type=int, metavar="N", help="tokens of a block (default: 32)")
     parser.add_argument(
-        "--staging", type=int, default=4, metavar="N", help="rows for experts that may not stay (default: 4)"
+        "--staging", type=int, metavar="N", help="rows for experts that may not stay (default: 4, or what a layer has)"
     )
     parser.add_argument("--sampled", action="store_true", help="plan for a temperature above 0")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: as in the config)")
@@ -174,9 +174,9 @@ def _config(model: str) -> ModelConfig:
     """The config of a preset, a checkpoint folder or a config.json."""
     if model in preset_names():
         return ModelConfig.from_preset(model)
-    if not Path(model).exists():
+    if not model or not Path(model).exists():
         raise OledError(
-            f"--model {model} does not exist: give a checkpoint folder, a config.json, or one of the presets "
-            f"{', '.join(preset_names())}"
+            f"--model {model or repr(model)} does not exist: give a checkpoint folder, a config.json, or one of the "
+            f"presets {', '.join(preset_names())}"
         )
     return ModelConfig.from_hf(model)

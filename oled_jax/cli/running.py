@@ -2,12 +2,13 @@
 
 Promises: a user's mistake, what the system refuses (a full disk, say) and an output that cannot be written are one line
 ``PROG: error: ...`` on standard error and exit code 2; an interrupt is one line and exit code 130, soon, however often
-it is repeated; a reader that closes the pipe ends the command quietly with 141; characters that standard output cannot
-show are replaced. Results go to standard output, everything said about them to standard error. A traceback means a
-defect of this package.
+it is repeated; SIGTERM likewise, with 143; a reader that closes the pipe ends the command quietly with 141; characters
+that standard output cannot show are replaced. Results go to standard output, everything said about them to standard
+error. A traceback means a defect of this package.
 
-Called without ``argv``, ``run_command`` owns the process: it changes how SIGINT is handled, and after an interrupt the
-process ends inside it. Called with one, as from a test, it leaves signals and streams alone and only returns.
+Called without ``argv``, ``run_command`` owns the process: it changes how SIGINT and SIGTERM are handled, and after one
+of them the process ends inside it. Called with one, as from a test, it leaves signals and streams alone and only
+returns.
 
 Deliberately not here: what the commands do, and imports that take time.
 """
@@ -20,6 +21,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -28,7 +30,7 @@ from oled_jax.errors import OledError
 from oled_jax.version import __version__
 
 EXIT_MISTAKE = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT  # what a shell reports for a command that the signal ended
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # what a shell reports for a command that the signal ended; as for SIGTERM
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 _SECONDS_TO_NOTICE = 1.0  # for the main thread to come out of a call into native code
@@ -84,22 +86,23 @@ def run_command(
     """
     arguments = argparse.Namespace()
 
-    def interrupted() -> str:
+    def ended_by(signum: int) -> str:
         # A terminal's cursor may stand inside a line that was being redrawn.
         start = "\n" if any(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)) else ""
-        return f"{start}{prog}: interrupted{left_behind(arguments)}\n"
+        what = "terminated" if signum == signal.SIGTERM else "interrupted"
+        return f"{start}{prog}: {what}{left_behind(arguments)}\n"
 
     if argv is None:
         _secure_streams()
-    if argv is not None or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background it stays ignored
+    else:
         try:
             return _parse_and_run(build_parser, argv, arguments)
         except KeyboardInterrupt:
-            sys.stderr.write(interrupted())
+            sys.stderr.write(ended_by(signal.SIGINT))
             return EXIT_INTERRUPTED
         except (OledError, OSError) as error:
             return _report(prog, error)
-    interrupts = _Interrupts(interrupted, lambda: vars(arguments).get("seconds_to_clean_up", _SECONDS_TO_CLEAN_UP))
+    interrupts = _Interrupts(ended_by, lambda: vars(arguments).get("seconds_to_clean_up", _SECONDS_TO_CLEAN_UP))
     try:
         try:
             interrupts.start()
@@ -200,19 +203,23 @@ def _secure_streams() -> None:
 
 
 class _Interrupts:
-    """SIGINT in a process that runs one command: KeyboardInterrupt once, and a thread that sees to the end.
+    """SIGINT and SIGTERM in a process that runs one command: KeyboardInterrupt once, and a thread that sees to the end.
+
+    One that is ignored from the start stays so, as SIGINT is in the background.
 
     During an import the process ends at once instead: the initialisation of native modules (jaxlib's, numpy's) answers
     an exception with a traceback or an abort.
 
     The thread is needed since an exception alone does not end every command: it is not raised before native code
     returns; raised in a callback, such as the one that jax hangs into the garbage collector, it is printed and lost;
-    and what catches it may take long. The thread ends the process at the second interrupt, or when cleaning up takes
-    more than ``patience()`` seconds; what is on disk then is what a killed process leaves, under temporary names.
+    and what catches it may take long. The thread ends the process at another SIGINT, or when cleaning up takes more
+    than ``patience()`` seconds; what is on disk then is what a killed process leaves, under temporary names. Another
+    SIGTERM does not hurry it: ``timeout`` sends two at once, and who is out of patience sends SIGKILL.
     """
 
-    def __init__(self, message: Callable[[], str], patience: Callable[[], float]):
-        self.received = False
+    def __init__(self, message: Callable[[int], str], patience: Callable[[], float]):
+        self.received = 0  # the signal that came first
+        self._taken = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
         self._patience = patience
         self._message = message
         self._raised = False
@@ -220,35 +227,38 @@ class _Interrupts:
         self._other_hook = sys.unraisablehook
 
     def start(self) -> None:
-        """Takes SIGINT over, from the main thread."""
+        """Takes the signals over, from the main thread."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         threading.Thread(target=self._watch, args=(reader,), name="oled-interrupts", daemon=True).start()
         sys.unraisablehook = self._unraisable
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, self._raise)
+        for each in self._taken:
+            signal.signal(each, self._raise)
 
     def stop(self) -> None:
-        """No KeyboardInterrupt from here on: the command is over, and SIGINT ends the process in silence.
+        """No KeyboardInterrupt from here on: the command is over, and a signal ends the process in silence.
 
         After an interrupt it does nothing more, and ``end`` follows.
         """
-        signal.signal(signal.SIGINT, signal.SIG_IGN if self.received else signal.SIG_DFL)
+        for each in self._taken:
+            signal.signal(each, signal.SIG_IGN if self.received else signal.SIG_DFL)
 
     def end(self) -> NoReturn:
-        """Says that the command was interrupted and ends the process.
+        """Says that the command was interrupted or terminated, and ends the process.
 
         Not by way of the interpreter's own end: XLA's threads go on compiling after an interrupted call, and when the
         interpreter takes down what they use, the process crashes. The command has cleaned up, and its output is
         flushed, unless it was given up; a flush here could wait for a lock for ever.
         """
+        signum = self.received or signal.SIGINT
         self._ending.acquire()  # for good: whoever comes second waits for the end
         with contextlib.suppress(OSError):
-            os.write(2, self._message().encode(errors="backslashreplace"))
-        os._exit(EXIT_INTERRUPTED)
+            os.write(2, self._message(signum).encode(errors="backslashreplace"))
+        os._exit(128 + signum)
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
-        self.received = True
+        self.received = self.received or signum
         if self._raised:
             return
         self._raised = True
@@ -264,17 +274,22 @@ class _Interrupts:
 
     def _watch(self, reader: int) -> None:
         def again(seconds: float) -> bool:
-            return bool(select.select([reader], [], [], seconds)[0])
+            end = time.monotonic() + seconds
+            while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+                if os.read(reader, 1)[0] == signal.SIGINT:
+                    return True
+            return False
 
-        os.read(reader, 1)
-        self.received = True
+        while (first := os.read(reader, 1)[0]) not in self._taken:
+            pass
+        self.received = self.received or first
         for _ in range(2):
             if again(_SECONDS_TO_NOTICE):
                 break
             if self._raised:
                 again(self._patience())
                 break
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(first)
             os.read(reader, 1)  # that one
         self.end()
 

@@ -10,11 +10,13 @@ The file takes up to twice its size while it is written: rows wait beside it in 
 import argparse
 import contextlib
 import dataclasses
+import gzip
 import json
 import os
 import platform
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from oled_jax.cli.prepare import Prepared, check_model_folder, prepare
 from oled_jax.cli.requests import Request, read_requests
 from oled_jax.display import CompileLine
 from oled_jax.errors import OledError
+from oled_jax.files import open_regular, temporary_name
 from oled_jax.progress import counted, format_bytes
 from oled_jax.version import __version__
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".safetensors", ".safetensors.gz")
 _MOST_BATCH = 1 << 10
+_MOST_HEADER = 100_000_000  # bytes, the format's own limit
 _SECONDS_TO_KEEP = 3600.0  # what was finished; a second interrupt ends it
 _TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 10.0
 
@@ -52,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
     add_prompt_options(parser, required=True)
     output = parser.add_argument_group("trace")
     output.add_argument("--out", required=True, metavar="FILE", help="file to write: .safetensors or .safetensors.gz")
-    output.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    output.add_argument("--force", action="store_true", help="replace FILE if it exists and is a trace")
     output.add_argument(
         "--batch-size",
         type=int,
@@ -86,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
     """Carries out ``oled-jax trace``; returns the exit code."""
     from oled_jax.lab.recording import TraceWriter
 
-    out = _checked_out(args.out, args.force)
+    config = check_model_folder(args)
+    out = _checked_out(args)
     if not 1 <= args.batch_size <= _MOST_BATCH:
         raise OledError(f"--batch-size is {args.batch_size}: give 1 to {_MOST_BATCH}")
     requests = read_requests(args)
-    config = check_model_folder(args)
     ready = prepare(args, config, requests)
     with _writing(out):
         writer = TraceWriter(config.num_experts, weights=args.weights, folder=out.parent)
@@ -304,18 +308,43 @@ class _Line:
             sys.stderr.flush()
 
 
-def _checked_out(text: str, force: bool) -> Path:
+def _checked_out(args: argparse.Namespace) -> Path:
     """``--out`` as a path that may be written."""
-    out = Path(text)
+    text, out = args.out, Path(args.out)
     if not out.name.endswith(SUFFIXES) or out.name in SUFFIXES or "\0" in text:
         raise OledError(f"--out {text!r}: give a file whose name ends in {' or '.join(SUFFIXES)}")
     if not out.parent.is_dir():
         raise OledError(f"--out {text}: {out.parent} is not a folder: make it first")
+    if out.parent.resolve().is_relative_to(Path(args.model).resolve()):
+        raise OledError(f"--out {text} lies in the folder of --model: name a file elsewhere")
+    with _writing(out), contextlib.suppress(FileNotFoundError):
+        temporary_name(out).lstat()  # the longer name is asked for only at the end, and may be too long
     if out.is_dir():
         raise OledError(f"--out {text} is a folder: name a file in it")
-    if os.path.lexists(out) and not force:
-        raise OledError(f"--out {text} exists: name another file, or replace it with --force")
+    if os.path.lexists(out):
+        if not args.force:
+            raise OledError(f"--out {text} exists: name another file, or replace it with --force")
+        if not _is_trace(out):
+            raise OledError(f"--out {text} exists and is no trace, which --force does not replace: name another file")
     return out
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether the header of a file is that of a trace; one that is damaged further on is one, and an empty file too."""
+    from oled_jax.lab.trace import FORMAT
+
+    try:
+        with open(open_regular(path), "rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            content = gzip.GzipFile(fileobj=file) if zipped else file
+            start = content.read(8)
+            if not start:
+                return True
+            about = json.loads(content.read(min(int.from_bytes(start, "little"), _MOST_HEADER)))["__metadata__"]
+            return about.get("format") == FORMAT or "trace" in about
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return False
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from oled_jax.arguments import integer
 from oled_jax.config import ModelConfig
 from oled_jax.errors import OledError
 from oled_jax.model.experts import ExpertRunner
@@ -42,7 +41,7 @@ def choose_budget(
     experts_on_device: int | str | None,
     policy: str | RetentionPolicy,
     form: str,
-    staging: int,
+    staging: int | None,
     manager: str,
 ) -> Budget:
     """The runner for a request; arguments as for ``Engine.load``.
@@ -54,7 +53,6 @@ def choose_budget(
     for name, value, known in (("form", form, FORMS), ("manager", manager, MANAGERS)):
         if value not in known:
             raise OledError(f"{name} is {value!r}: give {' or '.join(known)}")
-    staging = integer("staging", staging, 1, config.num_experts)
     # The rule, and with it the block, is chosen later; the cache and the workspace hardly depend on it.
     block_length = config.block_size if config.block_routing else min(32, context_length)
     plan = make_plan(
@@ -73,7 +71,7 @@ def choose_budget(
     if jax.default_backend() == "gpu":
         check_pinned_pool(plan, os.environ.get(POOL_VARIABLE))
     capacity, on_host = plan.experts_on_device, manager == "host"
-    runner = OffloadedExperts(config.num_experts, capacity, policy, staging, form, observes=not on_host)
+    runner = OffloadedExperts(config.num_experts, capacity, policy, plan.staging, form, observes=not on_host)
     new_manager = partial(RetentionManager, runner.policy, len(config.moe_layers), config.num_experts, capacity)
     new_manager()  # a table that does not fit the model is told of now, and not after loading
     return Budget(runner, new_manager if on_host else None, plan)

@@ -45,7 +45,7 @@ def test_what_differs_is_told_and_sets_the_exit_code(capsys, monkeypatch):
         (("--gen-length", "64"), "leaves no room"),
         (("--experts-on-device", "0"), "from 1 to 16"),
         (("--policy", "mru"), "the policies are"),
-        (("--experts-on-device", "auto"), "--device-memory"),
+        (("--experts-on-device", "auto"), 'give a number of experts or a share such as "40%"'),
         (("--raw", "--system", "x"), "--system"),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,15 +56,36 @@ def test_defaults_are_the_rules_own_with_ids_of_the_checkpoint(generate, engine,
         "dtype": None,
         "context_length": 512,
         "expert_bias_dtype": "checkpoint",
-        "experts_on_device": None,
-        "policy": "lru",
-        "form": "load-then-compute",
-        "staging": 4,
-        "manager": "device",
         "progress": None,
         "on_compile": None,
         "on_plan": None,
     }
+
+
+PLACED = {"experts_on_device": "40%", "policy": "oled", "form": "stream", "staging": 3, "manager": "host"}
+
+
+def test_options_for_experts(generate, engine, model):
+    flags = [text for name, value in PLACED.items() for text in (f"--{name.replace('_', '-')}", value)]
+    assert generate(model, "--prompt-ids", "1,2,3", *flags) == 0
+    assert PLACED.items() <= engine.loads[0][1].items()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((), ""),
+        (("--policy", "oled"), "--policy has no effect"),
+        (("--staging", 3, "--form", "stream", "--manager", "host"), "--form, --staging, --manager have no effect"),
+        (("--policy", "oled", "--experts-on-device", "all"), "--policy has no effect"),
+    ],
+)
+def test_options_that_need_a_budget_and_have_none_are_noted(generate, engine, model, capsys, flags, told):
+    assert generate(model, "--prompt-ids", "1,2,3", *flags) == 0
+    capsys.readouterr()
+    engine.loads[0][1]["on_plan"](SimpleNamespace(experts_on_device=None))
+    noted = f"note: {told}: all experts stay on the device (see --experts-on-device)\n" if told else ""
+    assert capsys.readouterr().err == noted
 
 
 @pytest.mark.parametrize(

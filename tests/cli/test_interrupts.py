@@ -1,4 +1,4 @@
-"""Ctrl-C in a process: one line, exit code 130, nothing else, whatever the command was doing and however often.
+"""Ctrl-C in a process, and SIGTERM: one line, exit code 130 or 143, nothing else, whatever the command was doing.
 
 The command is a fake whose body is Python source, run by the real ``main`` in a process of its own; signals are sent by
 the body itself, so that no test depends on time. The last test interrupts XLA.
@@ -28,6 +28,8 @@ from oled_jax.cli import generate, main, running
 running._SECONDS_TO_NOTICE, running._SECONDS_TO_CLEAN_UP = 0.2, 0.4
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
 {textwrap.dedent(setup)}
 def run(args):
 {textwrap.indent(textwrap.dedent(body), "    ")}
@@ -79,6 +81,36 @@ for _ in range(600): time.sleep(0.1)
 def test_one_line_whatever_it_meets(body):
     result = run_command(body)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "oled-jax: interrupted\n")
+
+
+@pytest.mark.parametrize("case", ["once", "swallowed by the command", "in native code", "lost in a callback"])
+def test_sigterm_is_an_interrupt_of_its_own_code(case):
+    result = run_command(CASES[case].replace("interrupt", "terminate"))
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "oled-jax: terminated\n")
+
+
+@pytest.mark.parametrize("again", ["terminate", "interrupt"])
+def test_while_cleaning_up_an_interrupt_hurries_it_and_another_sigterm_does_not(again, tmp_path):
+    result = run_command(
+        f"""
+        args.seconds_to_clean_up = 60
+        try:
+            terminate()
+        finally:
+            {again}()
+            time.sleep(1.5)
+            open("cleaned", "w").close()
+        """,
+        cwd=tmp_path,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "oled-jax: terminated\n")
+    assert (tmp_path / "cleaned").exists() == (again == "terminate")
+
+
+def test_sigterm_reaches_a_command_in_the_background():
+    body = "interrupt()\ntry: terminate()\nfinally: print('cleaned up')"
+    result = run_command(body, setup="signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    assert (result.returncode, result.stdout, result.stderr) == (143, "cleaned up\n", "oled-jax: terminated\n")
 
 
 def test_an_import_is_not_unwound(tmp_path):

@@ -1,12 +1,14 @@
 """A user's mistakes: exit code 2, one line, nothing on standard output, and no weights loaded."""
 
 import errno
+import json
 import os
 
 import pytest
 
 from experiments.byte_tokenizer import special_tokens
 from oled_jax.cli import main
+from tests.cli.conftest import TINY
 
 MASK = special_tokens(320).by_text["<|mask|>"]
 IDS = ("--prompt-ids", "1,2,3", "--mask-id", "319")
@@ -99,7 +101,27 @@ def test_text_without_tokens_is_an_empty_prompt(mistake, engine, model):
 
 def test_folder_without_config(mistake, engine, tmp_path):
     assert f"--model {tmp_path / 'absent'} is not a folder" in mistake(*IDS, model=tmp_path / "absent")
+    assert "--model '' is not a folder" in mistake(*IDS, model="")
     assert "config.json does not exist" in mistake(*IDS, model=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", *IDS),
+        ("check", "--experts-on-device", "1", "--mask-id", "319"),
+        ("trace", *IDS, "--out", "a.safetensors"),
+        ("plan",),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_model_without_mixture_of_experts(command, model, capsys):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"first_k_dense_replace": config["num_hidden_layers"]}))
+    assert main([command[0], "--model", str(model), *command[1:]]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "which leaves no mixture-of-experts layer; this package runs models that have one" in err
 
 
 @pytest.mark.parametrize("arguments", [["--verbose"], ["generat"], ["generate"]])
@@ -157,3 +179,65 @@ def test_prompts_file_that_is_empty_or_absent(mistake, engine, tmp_path):
     absent = tmp_path / "absent.jsonl"
     reason = os.strerror(errno.ENOENT)
     assert f"--prompts-file {absent} cannot be read: {reason}" in mistake("--prompts-file", absent)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"prompt": "hello \\ud800"}', r"prompt is not valid Unicode at character 6 (counted from 0), '\ud800'"),
+        (
+            b'{"prompt": "\\ud83d\\ude00\\udc00"}',
+            r"prompt is not valid Unicode at character 1 (counted from 0), '\udc0",
+        ),
+        (b'{"prompt_ids": [1], "id": "\\udfff"}', "id is not valid Unicode at character 0 "),
+        (b'{"prompt": "\xed\xa0\x80"}', "is not UTF-8 text (byte 12)"),  # a surrogate without an escape
+        (b'{"prompt": "a", "seed": 1, "prompt": "b"}', "has the key 'prompt' more than once"),
+        (b'{"prompt_ids": [1], "prompt_ids": [1]}', "has the key 'prompt_ids' more than once"),
+        (b'{"' + b"k" * 5000 + b'": 1, "' + b"k" * 5000 + b'": 1}', f"has the key '{'k' * 79}... more than once"),
+        (b'{"prompt_ids": [1], "seed": ' + b"7" * 3000 + b"}", f"seed is {'7' * 80}...: give an integer"),
+    ],
+)
+def test_lines_that_readers_could_take_in_several_ways(mistake, engine, tmp_path, line, expected):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(b'{"prompt_ids": [1]}\n' + line + b"\n")
+    assert f"{prompts}: 1 problem: line 2: {expected}" in mistake("--prompts-file", prompts, "--mask-id", "319")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n"])
+def test_prompts_file_in_another_encoding(mistake, engine, tmp_path, encoding, start):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes((start + '{"prompt_ids": [1]}\n{"prompt_ids": [2]}\n').encode(encoding))
+    told = mistake("--prompts-file", prompts, "--mask-id", "319")
+    assert f"--prompts-file {prompts} is UTF-16 or UTF-32 text, not UTF-8: save it as UTF-8" in told
+
+
+def test_prompts_file_may_begin_with_a_byte_order_mark(generate, engine, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes('{"prompt_ids": [7]}\n'.encode("utf-8-sig"))
+    assert generate(TINY, "--prompts-file", prompts, "--mask-id", "319") == 0
+    assert [ids for ids, _, _ in engine.calls] == [[7]]
+
+
+def test_text_of_the_command_line_that_is_no_unicode(mistake, engine, model):
+    at = r"is not valid Unicode at character 2 (counted from 0), '\udcff': give UTF-8"
+    assert f"--prompt {at}" in mistake("--prompt", "hi\udcff", model=model)
+    assert f"--prompt {at}" in mistake("--prompt", "hi\udcff", "--raw", model=model)
+    assert f"--system {at}" in mistake("--prompt", "hi", "--system", "be\udcff", model=model)
+
+
+@pytest.mark.parametrize("part", ["1_0", "+1", "\u0661", "1 0", "--1", "9" * 5000, "1,2," * 5000])
+def test_prompt_ids_that_are_no_plain_numbers(mistake, engine, part):
+    told = mistake("--prompt-ids", f"1,{part}", "--mask-id", "319")
+    assert "--prompt-ids '1," in told and "give token ids separated by commas" in told and len(told) < 250
+
+
+def test_ids_of_many_digits_are_cut_in_messages(mistake, engine, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_ids": [10**3000]}))
+    told = mistake("--prompts-file", prompts, "--mask-id", "319")
+    assert f"holds 1{'0' * 79}..., outside the vocabulary" in told
+
+
+def test_prompts_file_without_a_name(mistake, engine):
+    assert "--prompts-file is empty: give the path of a file" in mistake("--prompts-file", "")

@@ -132,6 +132,7 @@ def test_sampling_takes_more(capsys):
     [
         (("no-such-model",), "--model no-such-model does not exist"),
         (("no-such-model",), "llada2.0-mini"),
+        (("",), "--model '' does not exist"),
         (("llada2.0-mini", "--device-memory", "24"), "the device needs"),
         (("llada2.0-mini", "--device-memory", "much"), "--device-memory: 'much' is no number of bytes"),
         (("llada2.0-mini", "--experts-on-device", "0%"), "'0%'"),

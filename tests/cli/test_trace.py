@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -291,6 +292,10 @@ def refused(monkeypatch, prompts, capsys):
         ("no/run.safetensors", (), "is not a folder: make it first"),
         ("folder.safetensors", (), "folder.safetensors is a folder: name a file in it"),
         ("there.safetensors", (), "there.safetensors exists: name another file, or replace it with --force"),
+        ("there.safetensors", ("--force",), "there.safetensors exists and is no trace, which --force does not replace"),
+        ("", (), "--out '': give a file whose name ends in"),
+        (f"{'n' * 240}.safetensors", (), "cannot be written: File name too long"),
+        ("a.safetensors", ("--model", ""), "--model '' is not a folder"),
         ("a.safetensors", ("--batch-size", 0), "--batch-size is 0: give 1 to 1024"),
         ("a.safetensors", ("--weights", "int4"), "argument --weights: invalid choice: 'int4'"),
         ("a.safetensors", ("--decoding", "editing", "--minimal-topk", 2), "--decoding editing does not take"),
@@ -302,8 +307,43 @@ def test_mistakes(tmp_path, refused, name, arguments, expected):
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "there.safetensors").write_text("mine")
     before = sorted(tmp_path.iterdir())
-    assert expected in refused("--out", tmp_path / name, *arguments)
+    assert expected in refused("--out", name and tmp_path / name, *arguments)
     assert sorted(tmp_path.iterdir()) == before and (tmp_path / "there.safetensors").read_text() == "mine"
+
+
+def test_nothing_is_written_into_the_model(model, refused, tmp_path):
+    (tmp_path / "link").symlink_to(model)
+    (model / "traces").mkdir()
+    for folder in (model, model / "traces", tmp_path / "link"):
+        out = folder / "run.safetensors"
+        assert f"--out {out} lies in the folder of --model" in refused("--model", model, "--out", out)
+
+
+@pytest.mark.parametrize("content", [b"", (1000).to_bytes(8, "little") + b"[]", b"\x1f\x8b", b"\x1f\x8bmine"])
+def test_force_replaces_what_is_empty_and_nothing_unknown(out, refused, monkeypatch, content):
+    out.write_bytes(content)
+    if content:
+        assert f"--out {out} exists and is no trace" in refused("--out", out, "--force")
+    else:
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=5000))  # asked for later
+        assert "bytes are needed" in refused("--out", out, "--force")
+    assert out.read_bytes() == content
+
+
+def test_force_spares_a_shard_and_replaces_a_damaged_trace(prompts, out, loads, capsys):
+    shutil.copy(TINY / "model.safetensors", out)
+    assert trace("--prompts-file", prompts, "--out", out, "--force", *OPTIONS) == 2 and not loads
+    assert "is no trace" in capsys.readouterr().err
+    assert out.read_bytes() == (TINY / "model.safetensors").read_bytes()
+    for name in ("one.safetensors", "one.safetensors.gz"):
+        given = ("--prompts-file", prompts, "--out", out.with_name(name), *OPTIONS)
+        assert trace(*given) == 0
+        whole = out.with_name(name).read_bytes()
+        out.with_name(name).write_bytes(whole[: len(whole) - 20])
+        assert trace(*given, "--force") == 0
+        assert (
+            out.with_name(name).read_bytes()[:2] == whole[:2] and read_trace(out.with_name(name)).metadata["complete"]
+        )
 
 
 def test_a_trace_needs_a_place(prompts, capsys):
@@ -333,14 +373,15 @@ def test_a_note_where_room_may_not_do(prompts, out, loads, monkeypatch, capsys):
 
 
 def test_a_file_is_replaced_by_force_alone_and_at_the_end(prompts, out, loads, monkeypatch):
-    out.write_text("mine")
-    assert trace("--prompts-file", prompts, "--out", out, *OPTIONS) == 2 and not loads
+    assert trace("--prompts-file", prompts, "--out", out, "--weights", "uint8", *OPTIONS) == 0 and len(loads) == 1
+    before = out.read_bytes()
+    assert trace("--prompts-file", prompts, "--out", out, *OPTIONS) == 2 and len(loads) == 1
     with monkeypatch.context() as patch:
         interrupted_in(30, KeyboardInterrupt(), patch)
         assert trace("--prompts-file", prompts, "--out", out, "--force", *OPTIONS) == 130
-    assert out.read_text() == "mine"
+    assert out.read_bytes() == before
     assert trace("--prompts-file", prompts, "--out", out, "--force", *OPTIONS) == 0
-    assert read_trace(out).metadata["complete"]
+    assert read_trace(out).weights.dtype == np.float16
 
 
 def test_progress(prompts, out, loads, monkeypatch, capsys):

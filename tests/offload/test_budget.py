@@ -1,9 +1,10 @@
 """Budgets as users ask for them: the engine loads what was asked for, and says in one line what cannot be."""
 
 import jax
+import make_checkpoint
 import pytest
 
-from oled_jax import Engine
+from oled_jax import Engine, Threshold
 from oled_jax.config import ModelConfig
 from oled_jax.errors import OledError
 from oled_jax.offload import bank, budget
@@ -58,13 +59,14 @@ def test_golden_tokens_of_a_loaded_engine(manager):
         ({"experts_on_device": "some"}, "'some'"),
         ({"experts_on_device": 2.5}, "2.5"),
         ({"experts_on_device": True}, "True"),
-        ({"experts_on_device": "auto"}, "--device-memory"),
+        ({"experts_on_device": "auto"}, 'give a number of experts or a share such as "40%"'),
         ({"experts_on_device": 4, "policy": "mru"}, ", ".join(policy_names())),
         ({"experts_on_device": 4, "policy": "lru:tie=coin"}, "tie is 'coin'"),
         ({"experts_on_device": 4, "policy": "static-frequency"}, "counts"),
         ({"experts_on_device": 4, "form": "magic"}, "load-then-compute or stream"),
         ({"experts_on_device": 4, "manager": "cloud"}, "device or host"),
-        ({"experts_on_device": 4, "staging": 0}, "staging"),
+        ({"experts_on_device": 4, "staging": 0}, "staging (--staging) is 0: give an integer from 1 to 16"),
+        ({"staging": 17}, "staging (--staging) is 17: give an integer from 1 to 16"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_read(arguments, words, monkeypatch):
@@ -73,6 +75,19 @@ def test_mistakes_are_told_before_anything_is_read(arguments, words, monkeypatch
         Engine.load(PATH, context_length=CONTEXT, **arguments)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("experts_on_device", [None, 1])
+def test_a_model_of_two_experts(experts_on_device, tmp_path):
+    sizes = "--layers 2 --hidden 16 --heads 2 --kv-heads 1 --head-dim 8 --intermediate 16 --moe-intermediate 8 "
+    sizes += "--experts 2 --experts-per-token 1 --groups 1 --topk-groups 1 --vocab 300 --max-position 64"
+    assert make_checkpoint.main([str(tmp_path / "model"), *sizes.split()]) == 0
+    engine = Engine.load(tmp_path / "model", experts_on_device=experts_on_device)
+    out = engine.generate([1, 2, 3], Threshold(block_length=8, steps=2), gen_length=5)
+    assert out.metrics.experts.experts_on_device == (experts_on_device or 2)
+    assert len(out.tokens) > 0
+    with pytest.raises(OledError, match=r"staging \(--staging\) is 3: give an integer from 1 to 2"):
+        Engine.load(tmp_path / "model", experts_on_device=experts_on_device, staging=3)
 
 
 def test_auto_that_cannot_fit_names_what_it_needs(monkeypatch):
