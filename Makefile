@@ -12,10 +12,11 @@ SMOKE_312 = tests/checkpoint tests/convert/test_round_trip.py tests/decoding tes
   tests/lab/test_replay.py tests/lab/test_trace.py tests/model tests/offload tests/retention/test_equal_in_jax.py \
   tests/test_dispatch_properties.py tests/test_engine.py tests/test_import.py tests/test_package.py
 
-.PHONY: help install demo test smoke test-py312 tpu-test wheel-test lint format clean
+.PHONY: help install demo figures test smoke test-py312 tpu-test wheel-test lint format clean
 
 help:
 	@echo "make demo        write a small random checkpoint, convert it, generate from both (in ./demo)"
+	@echo "make figures     TRACES=FILE... (batch 1): figures and tables as PNG and CSV, in ./figures"
 	@echo "make test        all tests, in WORKERS=2 processes; PYTEST_ARGS=... is passed on"
 	@echo "make test-py312  the smoke set under Python 3.12, where there is one"
 	@echo "make tpu-test    compile for a TPU that is not there, in .venv-tpu (1.7 GB); takes minutes"
@@ -34,6 +35,17 @@ install: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/python experiments/demo.py
+
+# Policies are compared on the split that nothing was fitted to.
+figures: $(INSTALLED)
+	@test -n "$(TRACES)" || { echo "figures: name trace files, as in make figures TRACES=run.safetensors.gz"; exit 2; }
+	$(BIN)/python -m pip install -q -e '.[plots]'
+	for name in fig04_footprint fig07_overlap fig10_stability; do \
+	  $(BIN)/python experiments/figures/$$name.py $(TRACES) || exit 1; \
+	done
+	for name in fig13_bounds table_capw; do \
+	  $(BIN)/python experiments/figures/$$name.py $(TRACES) --split evaluation || exit 1; \
+	done
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
