@@ -18,7 +18,7 @@ from oled_jax.lab import BOUNDS, Sweep, rule_by_name
 from oled_jax.lab.rules import Rule, split_rules
 from oled_jax.progress import ProgressLine
 
-POLICIES = "lru,last-step,tide,lfuda,oled,status:mode=select,min-bypass"
+POLICIES = "lru,last-step,tide:start=empty,lfuda,oled,status:mode=select,min-bypass"
 NOTE = (
     "slots start empty, except of policies marked * (filled); every miss is fetched, and a prefetch lands at once, "
     "since no machine is assumed"

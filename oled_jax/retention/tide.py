@@ -38,13 +38,15 @@ class TideState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RefreshPolicy(TiedPolicy):
-    """The common part: when to refresh. Starts with experts 0 to C-1.
+    """The common part: when to refresh. Starts with experts 0 to C-1, as TIDE's release does, or with ``start=empty``
+    like all other policies: what is placed beforehand was never missed, which no bound on misses allows for.
 
     Every step of a sequence's first generated block is a refresh, then every step whose index in its block is a
     multiple of the period; in a batch, that of the sequence nearest to the start of its block counts.
     """
 
     mode: str = parameter("select", choices=MODES)
+    start: str = parameter("filled", choices=("filled", "empty"))
 
     @property
     @abc.abstractmethod
@@ -52,9 +54,9 @@ class RefreshPolicy(TiedPolicy):
         """Steps from refresh to refresh."""
 
     def initial_residents(self, num_layers: int, num_experts: int, capacity: int) -> np.ndarray:
-        """The first ``capacity`` experts."""
+        """The first ``capacity`` experts, or none."""
         first = ranks((np.zeros((num_layers, num_experts), np.int32),), np)
-        return first >= num_experts - capacity
+        return (first >= num_experts - capacity) & (self.start == "filled")
 
     def init(self, num_layers: int, num_experts: int, capacity: int, xp: Any, *, sequences: int = 1) -> TideState:
         """Nothing seen."""

@@ -51,6 +51,11 @@ def test_tide_refreshes_in_the_first_block_and_then_every_tau_steps():
     assert layer.serve(6, at=(9, 0)) == {4, 6}
 
 
+def test_tide_may_start_with_nobody():
+    filled, empty = (policy_by_name(f"tide:start={start}").initial_residents(2, 5, 3) for start in ("filled", "empty"))
+    assert filled.tolist() == [[True, True, True, False, False]] * 2 and not empty.any()
+
+
 def test_tide_demotes_whom_fewest_want_then_the_least_recent():
     layer = Layer("tide:tau=1", 4)
     layer.serve(0, 1, 1, 2, 2)
