@@ -361,8 +361,10 @@ def _remedy(request: PlanRequest, plan: Plan) -> str:
     if length is not None:
         return f"the largest setting that fits is 1 expert per layer with a context of {length}"
     least = with_context(request.block_length)
-    needed = _exact(least.device.total + least.headroom)
-    return f"even 1 expert per layer with a context of {request.block_length} needs {needed}"
+    needed, asked = least.device.total + least.headroom, plan.device.total + plan.headroom
+    smallest = f"even 1 expert per layer with a context of {request.block_length} needs"
+    # Both are then at their highest while weights are loaded, before there is a cache.
+    return f"{smallest} as much, because loading the weights does" if needed == asked else f"{smallest} {_exact(needed)}"
 
 
 def _exact(count: int) -> str:

@@ -68,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
         help="experts of each layer that may stay on the device (default: auto with --device-memory; without it, "
         "several side by side)",
     )
-    size = argument_type(parse_bytes)
+    size = argument_type(_memory)
     parser.add_argument(
         "--device-memory",
         type=size,
@@ -168,6 +168,14 @@ def _side_by_side(planned: Callable[..., "Plan"], chosen: "Plan") -> list["Plan"
     # An explicit number is held to the device alone; head-room is what "auto" leaves.
     limits = {"device_limit": chosen.device_limit, "host_limit": chosen.host_limit}
     return [dataclasses.replace(plan, **limits) for plan in plans.values()]
+
+
+def _memory(text: str) -> int:
+    """``parse_bytes``, which takes a number without a unit as bytes; nobody means so few."""
+    count = parse_bytes(text)
+    if count < 2**20:
+        raise OledError(f"{text!r} is {count:,} bytes: give a unit, as in 24GiB")
+    return count
 
 
 def _config(model: str) -> ModelConfig:
