@@ -364,7 +364,9 @@ def _remedy(request: PlanRequest, plan: Plan) -> str:
     needed, asked = least.device.total + least.headroom, plan.device.total + plan.headroom
     smallest = f"even 1 expert per layer with a context of {request.block_length} needs"
     # Both are then at their highest while weights are loaded, before there is a cache.
-    return f"{smallest} as much, because loading the weights does" if needed == asked else f"{smallest} {_exact(needed)}"
+    return (
+        f"{smallest} as much, because loading the weights does" if needed == asked else f"{smallest} {_exact(needed)}"
+    )
 
 
 def _exact(count: int) -> str:
