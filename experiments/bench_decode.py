@@ -17,9 +17,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from random_engine import random_weights
+from random_engine import geometry, random_weights
 
-from oled_jax import Engine, ModelConfig, Threshold
+from oled_jax import Engine, Threshold
 from oled_jax.errors import OledError
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -42,9 +42,7 @@ def main() -> None:
     prefixes = [int(p) for p in args.prefixes.split(",")]
     context = max(prefixes) + args.gen_length
     if args.preset:
-        config = ModelConfig.from_preset(args.preset)
-        if args.layers:
-            config = ModelConfig.from_hf({**config.to_hf(), "num_hidden_layers": args.layers})
+        config = geometry(args.preset, args.layers)
         engine = Engine(*random_weights(config, jnp.dtype(args.dtype)), context_length=context)
     else:
         engine = Engine.load(args.model, dtype=args.dtype, context_length=context)

@@ -20,13 +20,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from random_engine import random_weights
+from random_engine import banked, geometry, random_weights
 
 from oled_jax import Engine, ModelConfig, Threshold
 from oled_jax.decoding.programs import Entry, Staged
 from oled_jax.errors import OledError
 from oled_jax.model.kv_cache import KVCache
-from oled_jax.offload.bank import to_bank
 from oled_jax.offload.offloaded import LOAD_THEN_COMPUTE, STREAM, OffloadedExperts
 from oled_jax.offload.resident import ResidentExperts
 from oled_jax.offload.scripted import ScriptedRouting
@@ -125,15 +124,11 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures into this file")
     args = parser.parse_args()
 
-    config = ModelConfig.from_hf(args.model) if args.model else ModelConfig.from_preset(args.preset)
-    if args.layers:
-        config = ModelConfig.from_hf({**config.to_hf(), "num_hidden_layers": args.layers})
+    config = geometry(args.preset, args.layers, args.model)
     model, experts = random_weights(config, jnp.dtype(args.dtype))
     total = sum(array.nbytes for array in jax.tree.leaves(experts))
     print(f"experts: {total / 2**30:.1f} GiB", file=sys.stderr)
-    bank = {}
-    for layer, weights in experts.items():
-        bank[layer] = jax.tree.map(lambda array, layer=layer: to_bank(array, f"layer {layer}", 0, total), weights)
+    bank = banked(experts)
 
     lru = policy_by_name("lru")
     everything, some = config.num_experts, args.capacity

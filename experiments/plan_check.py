@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from random_engine import geometry
 
 from oled_jax import Engine, ModelConfig, Threshold, workspace
 from oled_jax.checkpoint import Checkpoint
@@ -88,9 +89,7 @@ def main() -> None:
             subprocess.run([sys.executable, __file__, *size], check=True)
         return
 
-    config = ModelConfig.from_preset(args.preset)
-    if args.layers:
-        config = ModelConfig.from_hf({**config.to_hf(), "num_hidden_layers": args.layers})
+    config = geometry(args.preset, args.layers)
     dtype = DTYPES[args.dtype]
     placement = {"experts_on_device": args.experts_on_device, "form": args.form, "staging": 4}
     limit = device_memory()

@@ -9,6 +9,14 @@ from flax import nnx
 from oled_jax import ModelConfig
 from oled_jax.model.experts import ExpertWeights
 from oled_jax.model.transformer import LLaDA2
+from oled_jax.offload.bank import to_bank
+
+
+def geometry(preset: str, layers: int | None = None, model: str | None = None) -> ModelConfig:
+    """The config of a preset, or of ``model`` (a checkpoint folder or its config.json) in its place; with so many
+    ``layers`` if given."""
+    config = ModelConfig.from_hf(model) if model else ModelConfig.from_preset(preset)
+    return ModelConfig.from_hf({**config.to_hf(), "num_hidden_layers": layers}) if layers else config
 
 
 def random_weights(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple[LLaDA2, dict[int, ExpertWeights]]:
@@ -26,3 +34,12 @@ def random_weights(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tupl
         gate_up = normal(keys[0], (config.num_experts, 2 * width, hidden))
         experts[layer] = ExpertWeights(gate_up, normal(keys[1], (config.num_experts, width, hidden)))
     return model, experts
+
+
+def banked(experts: dict[int, ExpertWeights]) -> dict[int, ExpertWeights]:
+    """The same experts in pinned host memory."""
+    total = sum(array.nbytes for array in jax.tree.leaves(experts))
+    return {
+        layer: jax.tree.map(lambda array, layer=layer: to_bank(array, f"layer {layer}", 0, total), weights)
+        for layer, weights in experts.items()
+    }

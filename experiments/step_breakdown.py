@@ -156,27 +156,21 @@ def main() -> None:
 
     import jax
     import jax.numpy as jnp
-    from bench_step import BLOCK, START, WARM, Stepper, made_up_routing
-    from random_engine import random_weights
+    from bench_step import BLOCK, CONTEXT, START, WARM, Stepper, made_up_routing
+    from random_engine import banked, geometry, random_weights
 
-    from oled_jax import Engine, ModelConfig
-    from oled_jax.offload.bank import to_bank
+    from oled_jax import Engine
     from oled_jax.offload.offloaded import OffloadedExperts
     from oled_jax.offload.scripted import ScriptedRouting
     from oled_jax.retention import policy_by_name
 
-    config = ModelConfig.from_hf(args.model) if args.model else ModelConfig.from_preset(args.preset)
-    if args.layers:
-        config = ModelConfig.from_hf({**config.to_hf(), "num_hidden_layers": args.layers})
+    config = geometry(args.preset, args.layers, args.model)
     model, experts = random_weights(config, jnp.dtype(args.dtype))
-    total = sum(array.nbytes for array in jax.tree.leaves(experts))
-    bank = {}
-    for layer in list(experts):
-        put = experts.pop(layer)
-        bank[layer] = jax.tree.map(lambda array, layer=layer: to_bank(array, f"layer {layer}", 0, total), put)
+    bank = banked(experts)
+    del experts
     runner = OffloadedExperts(config.num_experts, args.capacity, policy_by_name("lru"), form=args.form)
     scripted = ScriptedRouting(runner, made_up_routing(config, args.wanted, (args.misses,)))
-    stepper = Stepper(Engine(model, bank, context_length=1024, runner=scripted), (args.misses,))
+    stepper = Stepper(Engine(model, bank, context_length=CONTEXT, runner=scripted), (args.misses,))
     stepper.run()
     medians = [phases(stepper, WARM) for _ in range(3)]
     here = {name: statistics.median(each[name] for each in medians) for name in medians[0]}

@@ -7,22 +7,16 @@ by the same tests as on a CPU (``pytest --accelerator tests``).
 """
 
 import functools
-import sys
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_engine import banked, geometry, random_weights
 
-from oled_jax import Engine, ModelConfig, Threshold
+from oled_jax import Engine, Threshold
 from oled_jax.comparison import compare
-from oled_jax.offload.bank import to_bank
 from oled_jax.offload.offloaded import LOAD_THEN_COMPUTE, STREAM, OffloadedExperts
 from oled_jax.retention import policy_by_name
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
-from random_engine import random_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -33,13 +27,8 @@ PROMPT = np.random.default_rng(0).integers(2, 1000, 70).tolist()
 @functools.cache
 def weights():
     """Model and bank, made once."""
-    config = ModelConfig.from_hf({**ModelConfig.from_preset("llada2.0-mini").to_hf(), "num_hidden_layers": 5})
-    model, experts = random_weights(config, jnp.bfloat16)
-    total = sum(array.nbytes for array in jax.tree.leaves(experts))
-    bank = {
-        layer: jax.tree.map(lambda array: to_bank(array, "a layer", 0, total), each) for layer, each in experts.items()
-    }
-    return model, experts, bank
+    model, experts = random_weights(geometry("llada2.0-mini", layers=5), jnp.bfloat16)
+    return model, experts, banked(experts)
 
 
 @functools.cache
