@@ -5,15 +5,19 @@ one back from its ``label``. All problems of a text are told at once.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from oled_jax.errors import OledError, problem_list
-from oled_jax.retention.policy import number_problem, parameter
-
-__all__ = ["Parameterised", "from_text", "parameter"]
 
 YES_NO = ("false", "true")
+
+
+def parameter(default: Any, *, choices: tuple[str, ...] | None = None, low: float = 0, high: float = math.inf) -> Any:
+    """A field that users may set: ``choices`` for words, ``low`` to ``high`` (inclusive) for numbers."""
+    metadata = {"choices": choices} if choices else {"low": low, "high": high}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,61 +36,92 @@ class Parameterised:
     def label(self) -> str:
         """The text that ``from_text`` reads back: the name and the parameters that differ from the defaults."""
         changed = [
-            f"{field.name}={getattr(self, field.name)}"
+            f"{field.name}={self._spelled(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
+    def _spelled(self, value: Any) -> str:
+        """A value as ``label`` tells it."""
+        return str(value)
+
     def _problems(self) -> Iterable[str]:
         for field in dataclasses.fields(self):
-            yield from _word_or_number_problem(field, getattr(self, field.name))
+            yield from self._problem(field, getattr(self, field.name))
+
+    def _problem(self, field: dataclasses.Field, value: Any) -> Iterable[str]:
+        """At most one sentence: why ``field`` cannot be ``value``."""
+        yield from word_or_number_problem(field, value)
 
 
 Kind = TypeVar("Kind", bound=Parameterised)
+Read = Callable[[dataclasses.Field, Any, list[str]], Any]
 
 
-def from_text(text: str, kinds: Mapping[str, type[Kind]], plural: str) -> Kind:
+def read_value(field: dataclasses.Field, given: Any, problems: list[str]) -> Any:
+    """``given`` as a value of ``field``; why it cannot be one is added to ``problems``.
+
+    Text stands for a number too, since that is how command lines give them.
+    """
+    value, kind = given, type(field.default)
+    if "choices" not in field.metadata and (isinstance(given, str) or (kind is float and type(given) is int)):
+        try:
+            value = kind(given)
+        except ValueError:
+            value = given
+    problems.extend(word_or_number_problem(field, value))
+    return value
+
+
+def from_text(text: str, kinds: Mapping[str, type[Kind]], plural: str, read: Read = read_value) -> Kind:
     """Reads ``name`` or ``name:parameter=value,parameter=value``; ``kinds`` by name, ``plural`` what they are called.
 
     OledError for an unknown name, parameter or value; it lists the known ones, and all problems at once.
     """
     name, colon, rest = (part.strip() for part in text.partition(":"))
+    noun = next(iter(kinds.values())).noun
     if name not in kinds:
-        noun = next(iter(kinds.values())).noun
-        raise OledError(f"unknown {noun} {name!r}: the {plural} are {', '.join(kinds)}")
-    kind = kinds[name]
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    values: dict[str, Any] = {}
+        raise OledError(f"unknown {noun} {listed(name, kinds, plural)}")
+    given: dict[str, str] = {}
     problems: list[str] = []
     for part in rest.split(",") if colon else []:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
             problems.append(f"{part.strip()!r} is not of the form parameter=value")
-        elif not fields:
-            problems.append(f"it has no parameter {key!r}, nor any other")
-        elif key not in fields:
-            problems.append(f"it has no parameter {key!r}; its parameters are {', '.join(fields)}")
-        elif key in values:
+        elif key in given:
             problems.append(f"{key} is given twice")
         else:
-            values[key] = _value(fields[key], value)
-            problems.extend(_word_or_number_problem(fields[key], values[key]))
+            given[key] = value
+    values = values_of(kinds[name], given, problems, read)
     if problems:
-        raise OledError(problem_list(f"{kind.noun} {text!r}", problems))
-    return kind(**values)
+        raise OledError(problem_list(f"{noun} {text!r}", problems))
+    return kinds[name](**values)
 
 
-def _value(field: dataclasses.Field, text: str) -> Any:
-    """``text`` as a value of ``field``, or as it is where it cannot be one."""
-    try:
-        return text if "choices" in field.metadata else type(field.default)(text)
-    except ValueError:
-        return text
+def values_of(kind: type[Parameterised], given: Mapping[str, Any], problems: list[str], read: Read) -> dict[str, Any]:
+    """``given`` as values of the fields of ``kind``; what cannot be one is added to ``problems``.
+
+    Ranges of several fields together are the kind's own affair.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    others = f"; its parameters are {', '.join(fields)}" if fields else ", nor any other"
+    problems.extend(f"it has no parameter {key!r}{others}" for key in given if key not in fields)
+    return {key: read(fields[key], value, problems) for key, value in given.items() if key in fields}
 
 
-def _word_or_number_problem(field: dataclasses.Field, value: Any) -> Iterable[str]:
-    if "choices" not in field.metadata:
-        yield from number_problem(field, value)
-    elif value not in field.metadata["choices"]:
-        yield f"{field.name} is {value!r}; it can be {', '.join(field.metadata['choices'])}"
+def listed(name: Any, kinds: Mapping[str, Any], plural: str) -> str:
+    """A name that is none of ``kinds``, and those that are."""
+    return f"{name!r}: the {plural} are {', '.join(kinds)}"
+
+
+def word_or_number_problem(field: dataclasses.Field, value: Any) -> Iterable[str]:
+    """At most one sentence: why ``value`` is no word, or no number, that ``field`` can take."""
+    if "choices" in field.metadata:
+        if value not in field.metadata["choices"]:
+            yield f"{field.name} is {value!r}; it can be {', '.join(field.metadata['choices'])}"
+        return
+    low, high, whole = field.metadata["low"], field.metadata["high"], isinstance(field.default, int)
+    number = isinstance(value, int) if whole else isinstance(value, int | float)
+    if isinstance(value, bool) or not number or not low <= value <= high:
+        yield f"{field.name} is {value!r}; it must be {'an integer' if whole else 'a number'} from {low} to {high}"

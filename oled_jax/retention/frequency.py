@@ -7,9 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from oled_jax.errors import OledError
+from oled_jax.parameters import parameter
 from oled_jax.retention.arrays import Array, ranks
 from oled_jax.retention.fixed_point import FACTOR_ONE, VOTE_BITS, factor, scaled
-from oled_jax.retention.policy import Recency, Table, TiedPolicy, admits_all, parameter
+from oled_jax.retention.policy import Recency, Table, TiedPolicy, admits_all
 from oled_jax.retention.record import Plan, Routing, StepRecord, is_prefill
 from oled_jax.retention.static import FixedPolicy
 from oled_jax.retention.voting import TokenPolicy, everybody, trusted

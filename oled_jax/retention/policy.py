@@ -2,13 +2,12 @@
 
 import abc
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from oled_jax.errors import OledError, problem_list
+from oled_jax.parameters import Parameterised, parameter
 from oled_jax.retention.arrays import Array
 from oled_jax.retention.fixed_point import hashed
 from oled_jax.retention.record import Plan, Routing, StepRecord
@@ -18,18 +17,12 @@ TIES = ("id", "load", "hash")
 _TIE_SALT = 1
 
 
-def parameter(default: Any, *, choices: tuple[str, ...] | None = None, low: float = 0, high: float = math.inf) -> Any:
-    """A field that users may set: ``choices`` for words, ``low`` to ``high`` (inclusive) for numbers.
-
-    A ``Table`` (or None) is a plain field whose metadata name its number of ``axes``.
-    """
-    metadata = {"choices": choices} if choices else {"low": low, "high": high}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """A numpy array as a policy's parameter: read-only, compared and hashed by content. ``source`` is its file."""
+    """A numpy array as a policy's parameter: read-only, compared and hashed by content. ``source`` is its file.
+
+    The field is a plain one, None without a table, whose metadata name the number of ``axes``.
+    """
 
     array: np.ndarray
     source: str = ""
@@ -48,14 +41,14 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RetentionPolicy(abc.ABC):
+class RetentionPolicy(Parameterised, abc.ABC):
     """Decides which experts keep their slots. Frozen and hashable (static under jit); its arrays are in the state.
 
     The state, a pytree of int32 and bool arrays, changes in ``observe`` alone, once a forward. OledError for a
     parameter out of its range.
     """
 
-    name: ClassVar[str]
+    noun: ClassVar[str] = "policy"
     admits: ClassVar[bool] = True
     """False for a policy that never admits an expert: its residents stay ``initial_residents``, after prefill too."""
     reads_tokens: ClassVar[bool] = False
@@ -65,11 +58,6 @@ class RetentionPolicy(abc.ABC):
     """False for a policy whose layers must have unequal numbers of slots, which the engine cannot give them."""
 
     mode: str = parameter("protect", choices=MODES)
-
-    def __post_init__(self):
-        problems = list(self._problems())
-        if problems:
-            raise OledError(problem_list(f"policy {self.name}", problems))
 
     @property
     def contested(self) -> bool:
@@ -83,16 +71,6 @@ class RetentionPolicy(abc.ABC):
         Then it can be evaluated once before the forward, for all layers (``static_keep_rank``).
         """
         return self.mode == "protect" and not self.contested
-
-    @property
-    def label(self) -> str:
-        """The text that ``policy_by_name`` reads back: the name and the parameters that differ from the defaults."""
-        changed = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                changed.append(f"{field.name}={value.source if isinstance(value, Table) else value}")
-        return f"{self.name}:{','.join(changed)}" if changed else self.name
 
     def slots(self, num_layers: int, num_experts: int, capacity: int) -> int | np.ndarray:
         """How the slots are shared out, where there are ``capacity`` per layer on average: that number, or int32
@@ -143,26 +121,16 @@ class RetentionPolicy(abc.ABC):
     def observe(self, state: Any, record: StepRecord, xp: Any) -> Any:
         """The state for the next forward, given this one after its sampling. Pure; shapes and dtypes stay."""
 
-    def _problems(self) -> Iterable[str]:
-        for field in dataclasses.fields(self):
-            value, rule = getattr(self, field.name), field.metadata
-            if "choices" in rule:
-                if value not in rule["choices"]:
-                    yield f"{field.name} is {value!r}; it can be {', '.join(rule['choices'])}"
-            elif "axes" in rule:
-                if value is not None and (not isinstance(value, Table) or value.array.ndim != rule["axes"]):
-                    shape = value.array.shape if isinstance(value, Table) else type(value).__name__
-                    yield f"{field.name} is {shape}; it must be a table of {rule['axes']} axes"
-            else:
-                yield from number_problem(field, value)
+    def _spelled(self, value: Any) -> str:
+        return value.source if isinstance(value, Table) else super()._spelled(value)
 
-
-def number_problem(field: dataclasses.Field, value: Any) -> Iterable[str]:
-    """At most one sentence: why ``value`` is no number that ``field`` can take."""
-    low, high, whole = field.metadata["low"], field.metadata["high"], isinstance(field.default, int)
-    number = isinstance(value, int) if whole else isinstance(value, int | float)
-    if isinstance(value, bool) or not number or not low <= value <= high:
-        yield f"{field.name} is {value!r}; it must be {'an integer' if whole else 'a number'} from {low} to {high}"
+    def _problem(self, field: dataclasses.Field, value: Any) -> Iterable[str]:
+        axes = field.metadata.get("axes")
+        if axes is None:
+            yield from super()._problem(field, value)
+        elif value is not None and (not isinstance(value, Table) or value.array.ndim != axes):
+            shape = value.array.shape if isinstance(value, Table) else type(value).__name__
+            yield f"{field.name} is {shape}; it must be a table of {axes} axes"
 
 
 class Recency(NamedTuple):

@@ -6,10 +6,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from oled_jax.errors import OledError
+from oled_jax.parameters import parameter
 from oled_jax.retention.arrays import Array, ranks, vote_maxima, vote_sums
 from oled_jax.retention.blocks import boundary_after, finishing_after, present_rows
 from oled_jax.retention.fixed_point import FACTOR_BITS, FACTOR_ONE, VOTE_ONE, evidence_table, factor, scaled
-from oled_jax.retention.policy import Table, admits_all, parameter, slots_array
+from oled_jax.retention.policy import Table, admits_all, slots_array
 from oled_jax.retention.record import JUST_COMMITTED, MASKED, SETTLED, Plan, Routing, StepRecord, is_prefill
 from oled_jax.retention.semantics import MODES
 from oled_jax.retention.voting import Standing, TokenPolicy, everybody, known_confidence, trusted

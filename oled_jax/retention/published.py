@@ -8,10 +8,11 @@ every miss compares their residency alone. Two of them, and one of the two meani
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+from oled_jax.parameters import parameter
 from oled_jax.retention.arrays import Array, best, ranks
 from oled_jax.retention.fixed_point import FACTOR_ONE, PRIORITY_LIMIT, factor, scaled
 from oled_jax.retention.frequency import StaticFrequency
-from oled_jax.retention.policy import Recency, TiedPolicy, admits_all, parameter
+from oled_jax.retention.policy import Recency, TiedPolicy, admits_all
 from oled_jax.retention.recency import Lru
 from oled_jax.retention.record import Plan, Routing, StepRecord, is_prefill
 from oled_jax.retention.voting import TokenPolicy, everybody

@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+from oled_jax.parameters import parameter
 from oled_jax.retention.arrays import Array, ranks
 from oled_jax.retention.fixed_point import hashed
-from oled_jax.retention.policy import Recency, RetentionPolicy, TiedPolicy, admits_all, parameter
+from oled_jax.retention.policy import Recency, RetentionPolicy, TiedPolicy, admits_all
 from oled_jax.retention.record import Plan, StepRecord
 
 _KEEP_SALT, _ADMIT_SALT = 2, 3

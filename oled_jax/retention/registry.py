@@ -16,6 +16,7 @@ import dataclasses
 import math
 import os
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import numpy as np
 
 from oled_jax.errors import OledError, problem_list
 from oled_jax.files import open_regular, read_bytes
+from oled_jax.parameters import from_text, listed, read_value, values_of
 from oled_jax.retention.frequency import Lfru, Lfu, Lfuda, LfudaConf, LfuInCache, StaticFrequency
-from oled_jax.retention.policy import RetentionPolicy, Table, number_problem
+from oled_jax.retention.policy import RetentionPolicy, Table
 from oled_jax.retention.priority import Oled, Status
 from oled_jax.retention.published import Dali, Fiddler, FreeToken, HybriMoe, MixtralLru
 from oled_jax.retention.recency import Fifo, Lru, OnDemand, Random
@@ -56,23 +58,7 @@ def policy_by_name(text: str) -> RetentionPolicy:
 
     OledError for an unknown name, parameter or value; it lists the known ones, and all problems at once.
     """
-    name, colon, rest = (part.strip() for part in text.partition(":"))
-    if name not in _POLICIES:
-        raise OledError(f"unknown policy {_listed(name)}")
-    values: dict[str, str] = {}
-    problems: list[str] = []
-    for part in rest.split(",") if colon else []:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not value:
-            problems.append(f"{part.strip()!r} is not of the form parameter=value")
-        elif key in values:
-            problems.append(f"{key} is given twice")
-        else:
-            values[key] = value
-    parameters = _parameters(_POLICIES[name], values, Path(), problems)
-    if problems:
-        raise OledError(problem_list(f"policy {text!r}", problems))
-    return _POLICIES[name](**parameters)
+    return from_text(text, _POLICIES, "policies", partial(_value, Path()))
 
 
 def policies_from_toml(path: str | Path) -> list[RetentionPolicy]:
@@ -89,14 +75,14 @@ def policies_from_toml(path: str | Path) -> list[RetentionPolicy]:
         raise OledError(f"{path} cannot be read: {error.strerror}") from None
     except (RecursionError, ValueError) as error:  # of TOML or of UTF-8
         raise OledError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
-    listed, problems = content.pop("policy", None), []
+    entries, problems = content.pop("policy", None), []
     if content:
         problems.append(f"it holds {', '.join(map(repr, content))}, which means nothing here")
-    if not isinstance(listed, list) or not listed or not all(isinstance(entry, dict) for entry in listed):
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         problems.append('it lists no policies: give each as a table [[policy]] with name = "..." and its parameters')
-        listed = []
+        entries = []
     policies = []
-    for place, entry in enumerate(listed, 1):
+    for place, entry in enumerate(entries, 1):
         found: list[str] = []
         policy = _from_entry(dict(entry), Path(path).parent, found)
         problems.extend(f"policy {place} ({entry.get('name', 'without a name')}): {problem}" for problem in found)
@@ -109,9 +95,9 @@ def policies_from_toml(path: str | Path) -> list[RetentionPolicy]:
 def _from_entry(entry: dict[str, Any], folder: Path, problems: list[str]) -> RetentionPolicy | None:
     name = entry.pop("name", None)
     if not isinstance(name, str) or name not in _POLICIES:
-        problems.append(f"unknown policy {_listed(name)}")
+        problems.append(f"unknown policy {listed(name, _POLICIES, 'policies')}")
         return None
-    parameters = _parameters(_POLICIES[name], entry, folder, problems)
+    parameters = values_of(_POLICIES[name], entry, problems, partial(_value, folder))
     if problems:
         return None
     try:
@@ -121,41 +107,11 @@ def _from_entry(entry: dict[str, Any], folder: Path, problems: list[str]) -> Ret
         return None
 
 
-def _listed(name: Any) -> str:
-    return f"{name!r}: the policies are {', '.join(_POLICIES)}"
-
-
-def _parameters(kind: type, given: dict[str, Any], folder: Path, problems: list[str]) -> dict[str, Any]:
-    """``given`` as values of the fields of ``kind``; what cannot be one is added to ``problems``.
-
-    Text stands for a number too, since that is how command lines give them. Ranges of several fields together are the
-    policy's affair.
-    """
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    values = {}
-    for key, value in given.items():
-        if key not in fields:
-            problems.append(f"it has no parameter {key!r}; its parameters are {', '.join(fields)}")
-            continue
-        values[key] = _value(fields[key], value, folder, problems)
-    return values
-
-
-def _value(field: dataclasses.Field, given: Any, folder: Path, problems: list[str]) -> Any:
-    if "choices" in field.metadata:
-        if given not in field.metadata["choices"]:
-            problems.append(f"{field.name} is {given!r}; it can be {', '.join(field.metadata['choices'])}")
-        return given
+def _value(folder: Path, field: dataclasses.Field, given: Any, problems: list[str]) -> Any:
+    """``read_value``, for tables as well; their paths are relative to ``folder``."""
     if "axes" in field.metadata:
         return _table(field.name, given, folder, problems)
-    value, kind = given, type(field.default)
-    if isinstance(given, str) or (kind is float and type(given) is int):
-        try:
-            value = kind(given)
-        except ValueError:
-            value = given
-    problems.extend(number_problem(field, value))
-    return value
+    return read_value(field, given, problems)
 
 
 def _table(name: str, given: Any, folder: Path, problems: list[str]) -> Table | None:

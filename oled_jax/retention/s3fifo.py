@@ -20,9 +20,10 @@ of counter, then of place, and the queue that stays behind is the old one cut at
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+from oled_jax.parameters import parameter
 from oled_jax.retention.arrays import Array, best, ranks
 from oled_jax.retention.fixed_point import factor, scaled
-from oled_jax.retention.policy import Recency, TiedPolicy, admits_all, parameter, slots_array
+from oled_jax.retention.policy import Recency, TiedPolicy, admits_all, slots_array
 from oled_jax.retention.record import Plan, StepRecord, is_prefill
 
 _MOST_HITS, _TO_MAIN = 3, 2

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from oled_jax.errors import OledError
+from oled_jax.parameters import parameter
 from oled_jax.retention.arrays import Array, ranks, vote_sums
 from oled_jax.retention.budgets import front_budget
 from oled_jax.retention.fixed_point import hashed
-from oled_jax.retention.policy import RetentionPolicy, parameter, slots_array
+from oled_jax.retention.policy import RetentionPolicy, slots_array
 from oled_jax.retention.record import KV_WRITE, Plan, StepRecord, takes_part
 
 _UNIFORM_SALT = 4

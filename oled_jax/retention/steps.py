@@ -11,10 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from oled_jax.parameters import parameter
 from oled_jax.retention.arrays import Array, best, ranks
 from oled_jax.retention.blocks import boundary_after, denoises, finishing_after, row_tokens
 from oled_jax.retention.fixed_point import FACTOR_BITS, FACTOR_ONE, factor, scaled, shares
-from oled_jax.retention.policy import admits_all, parameter, slots_array
+from oled_jax.retention.policy import admits_all, slots_array
 from oled_jax.retention.priority import Oled
 from oled_jax.retention.record import KV_WRITE, Plan, Routing, StepRecord, takes_part
 from oled_jax.retention.voting import Standing

@@ -13,8 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from oled_jax.parameters import parameter
 from oled_jax.retention.arrays import Array, ranks
-from oled_jax.retention.policy import Recency, TiedPolicy, parameter, slots_array
+from oled_jax.retention.policy import Recency, TiedPolicy, slots_array
 from oled_jax.retention.record import KV_WRITE, Plan, StepRecord, is_prefill, takes_part
 from oled_jax.retention.semantics import MODES
 
