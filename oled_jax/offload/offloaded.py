@@ -11,13 +11,13 @@ Prefill sweeps over the wanted experts one by one, whatever the form: with hundr
 workspace stays that of one expert, and its results depend neither on N nor on what was resident. Afterwards the N
 experts with most tokens in the last chunk stay, under every policy that admits any.
 
-There is no Python between layers and no host in a step. A layer that misses nothing pays one loop predicate: placement
-and loads stand inside a ``while`` loop that runs once if anything is missing. Slot arrays go through ``while`` loops,
-never through ``cond``, which would copy them.
+There is no Python between layers and no host in a step. Who is loaded is decided before any loop, also where nothing is
+missing: XLA asks the device before every turn of a loop whether to take it, some 20 microseconds in which nothing else
+runs, so a loop that runs once around the others costs a layer with misses more than it saves one without. Slot arrays
+go through ``while`` loops, never through ``cond``, which would copy them.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -142,9 +142,10 @@ class OffloadedExperts:
         own, ids = state.layers[layer], routing.ids
         before = own.row_of >= 0
         position = sorted(state.layers).index(layer)
-        planned = jax.named_scope("placement")(partial(self._planned, own.row_of, state, position, routing))
+        with jax.named_scope("placement"):
+            plan = self._planned(own.row_of, state, position, routing)
         compute = self._sweep if self.prefills else {LOAD_THEN_COMPUTE: self._ltc, STREAM: self._stream}[self.form]
-        chosen, after = compute(store[layer], own, planned, x, ids)
+        chosen, after = compute(store[layer], own, plan, x, ids)
         y = combine_chosen(chosen, ids, routing.weights * scale)
         state = dataclasses.replace(state, layers={**state.layers, layer: after})
         return y, state, LayerTelemetry(ids, routing.weights, before, after.row_of >= 0)
@@ -175,25 +176,18 @@ class OffloadedExperts:
         plan = policy.plan(state.retention, position, demand, counts, gates, resident, jnp)
         return place(*where, plan, self.capacity, policy.mode, contested=policy.contested)
 
-    def _ltc(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
+    def _ltc(self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array):
         """Loads what is missing, then one product over all rows.
 
         If there is more than fits, what is over goes first, in rounds of its own through the staging rows.
         """
         everything_fits = self.capacity >= self.num_experts and self.policy.admits
-
-        def load_missing(carry):
-            _, slots, _, chosen = carry
-            plan = planned()
-            first = plan.admissions + jnp.minimum(plan.misses - plan.admissions, self.staging)
-            if not everything_fits:
-                slots, chosen = self._rounds(bank, slots, plan, first, x, ids, chosen)
-            slots = load(slots, bank, plan, 0, first)
-            return jnp.bool_(False), slots, with_visitors(plan.after, plan, plan.admissions, first), chosen
-
-        nothing = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
-        start = (_missing(own.row_of, ids), own.slots, own.row_of, nothing)
-        _, slots, row_of, chosen = lax.while_loop(lambda carry: carry[0], load_missing, start)
+        first = plan.admissions + jnp.minimum(plan.misses - plan.admissions, self.staging)
+        slots, chosen = own.slots, jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
+        if not everything_fits:
+            slots, chosen = self._rounds(bank, slots, plan, first, x, ids, chosen)
+        slots = load(slots, bank, plan, 0, first)
+        row_of = with_visitors(plan.after, plan, plan.admissions, first)
         rows = look_up(row_holding(row_of), ids)
         now = gather_chosen(expert_outputs(x, slots), rows)
         if not everything_fits:
@@ -218,23 +212,14 @@ class OffloadedExperts:
         _, slots, chosen = lax.while_loop(unfinished, one_round, (first, slots, chosen))
         return slots, chosen
 
-    def _stream(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
+    def _stream(self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array):
         """One product over what is resident, then each missing expert alone, as it lands."""
         chosen = gather_chosen(expert_outputs(x, own.slots), look_up(own.row_of, ids))
+        slots, chosen = self._load_and_compute_each(bank, own.slots, plan, x, ids, chosen)
+        return chosen, LayerState(slots, plan.after)
 
-        def serve_missing(carry):
-            _, slots, _, chosen = carry
-            plan = planned()
-            slots, chosen = self._load_and_compute_each(bank, slots, plan, x, ids, chosen)
-            return jnp.bool_(False), slots, plan.after, chosen
-
-        start = (_missing(own.row_of, ids), own.slots, own.row_of, chosen)
-        _, slots, row_of, chosen = lax.while_loop(lambda carry: carry[0], serve_missing, start)
-        return chosen, LayerState(slots, row_of)
-
-    def _sweep(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
+    def _sweep(self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array):
         """Every wanted expert alone: the resident ones first, so that their rows may be reused."""
-        plan = planned()
         order = jnp.argsort(~plan.hit, stable=True)
 
         def compute_one(i, chosen):
@@ -255,8 +240,3 @@ class OffloadedExperts:
             return slots, with_expert(chosen, ids, plan.order[i], alone(x, slots, plan.rows[i]))
 
         return lax.fori_loop(0, plan.misses, load_and_compute, (slots, chosen))
-
-
-def _missing(row_of: Array, ids: Array) -> Array:
-    """Whether any chosen expert is not resident, bool ``[]``."""
-    return jnp.any((ids >= 0) & (look_up(row_of, ids) < 0))
