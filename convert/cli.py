@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from oled_jax.assets import model_folder
 from oled_jax.cli.running import Parser, argument_type, command_parser, run_command
 from oled_jax.progress import ProgressLine, counted, format_bytes, parse_bytes
 
@@ -51,22 +52,27 @@ def _parser() -> Parser:
     command.set_defaults(run=_to_hf)
 
     command = commands.add_parser("inspect", help="what a folder holds; checks all of it but the weights' values")
-    command.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder of either format")
+    command.add_argument("source", type=_source, metavar="SRC", help="checkpoint folder of either format, or demo")
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
     command.set_defaults(run=_inspect)
 
     command = commands.add_parser("compare", help="config and every tensor of two folders, bit for bit")
-    command.add_argument("a", type=Path, metavar="A", help="checkpoint folder of either format")
-    command.add_argument("b", type=Path, metavar="B", help="checkpoint folder of either format")
+    command.add_argument("a", type=_source, metavar="A", help="checkpoint folder of either format")
+    command.add_argument("b", type=_source, metavar="B", help="checkpoint folder of either format")
     command.set_defaults(run=_compare)
     return parser
+
+
+def _source(text: str) -> Path:
+    """A checkpoint folder, which may be the one that ships with the package."""
+    return Path(model_folder(text))
 
 
 def _add_folders(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Work goes on in DST.partial, which gets its name at the end; the same command resumes what was interrupted."
     )
-    command.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder")
+    command.add_argument("source", type=_source, metavar="SRC", help="checkpoint folder, or demo")
     command.add_argument("destination", type=Path, metavar="DST", help="folder to create; must not exist")
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from oled_jax.arguments import integer, is_int, token_ids
+from oled_jax.assets import model_folder
 from oled_jax.checkpoint import open_checkpoint
 from oled_jax.checkpoint.layout import DTYPES
 from oled_jax.config import ModelConfig
@@ -102,6 +103,8 @@ class Engine:
     ) -> "Engine":
         """Loads a published (Hugging Face) or converted (``oled-convert to-orbax``) checkpoint folder.
 
+        ``path``: that folder, or the string "demo" for the small trained model that ships with the package.
+
         ``experts_on_device``: None keeps all routed experts on the device; a number N, a share such as "40%" or "auto"
         (the most that fit) keeps all of them in pinned host memory and N of each layer in device slots. Then
         ``policy`` names what stays there (``oled_jax.retention.policy_names``, with parameters as in
@@ -121,7 +124,8 @@ class Engine:
         ``progress(done_bytes, total_bytes)`` while reading, ``on_compile(name)`` when a program is about to be
         compiled.
 
-        Host memory peaks at the arrays that stay there plus less than 2 GB. Raises OledError for whatever is wrong with
+        On a CPU, host memory peaks at the arrays that stay there plus less than 2 GB; on CUDA the pool of pinned memory
+        grows by doubling and can hold a quarter more. Raises OledError for whatever is wrong with
         the folder or the arguments, all problems of a checkpoint in one message, and PlanError, before anything is
         read, for a budget that does not fit.
         """
@@ -130,6 +134,7 @@ class Engine:
         if dtype is not None and dtype not in tuple(DTYPES):
             raise OledError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}, or leave it out")
         backend()
+        path = model_folder(path)
         with open_checkpoint(path) as checkpoint:
             context_length = _checked_context(context_length, checkpoint.config)
             weight_dtype = DTYPES[dtype] if dtype else checkpoint.weight_dtype

@@ -20,6 +20,7 @@ from routing import load_report
 from tasks import KINDS, Example, grade, held_out
 
 from oled_jax import Engine, Threshold
+from oled_jax.assets import model_folder
 from oled_jax.cli.running import Parser
 from oled_jax.decoding.loop import Generation
 from oled_jax.errors import OledError
@@ -128,7 +129,7 @@ def compared(arguments: argparse.Namespace, run: tuple) -> dict:
 def parser() -> Parser:
     """The command line; raises OledError where argparse would print its usage."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="checkpoint folder")
+    p.add_argument("--model", type=model_folder, required=True, metavar="FOLDER", help="checkpoint folder, or demo")
     p.add_argument("--per-task", type=int, default=50, metavar="N", help="examples of each task (default: %(default)s)")
     p.add_argument("--tasks", metavar="NAME,NAME", help="only these tasks")
     p.add_argument("--threshold", type=float, default=0.9, help="default: %(default)s")

@@ -96,7 +96,7 @@ DEMO = Preset(
         topk_group=4,
         **_COMMON,
     ),
-    Recipe(batch=64, steps=20_000, peak_rate=2e-3),
+    Recipe(batch=64, steps=12_500, peak_rate=2e-3),
 )
 
 # LLaDA2.0-mini's routing, and nothing else of its size: 20 layers, 256 experts in 8 groups, 8 chosen from 4 of them.

@@ -18,10 +18,11 @@ from oled_jax.cli.requests import Request, read_requests
 from oled_jax.config import ModelConfig
 from oled_jax.display import CompileLine, summary
 from oled_jax.errors import OledError
+from oled_jax.special_ids import find_special_ids
 
 GEN_LENGTH = 64
 CONTEXT = 512
-FIRST_ID, LAST_ID = 0, 1000  # ordinary tokens in every vocabulary of the family
+LAST_ID = 1000  # below it, ordinary tokens in every vocabulary of the family, special ones of small ones apart
 EXIT_DIFFERENT = 1
 
 
@@ -34,7 +35,6 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint folder")
     add_prompt_options(parser, required=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, and nothing else")
     add_model_options(parser)
@@ -97,10 +97,13 @@ def made_up_requests(args: argparse.Namespace, config: ModelConfig) -> list[Requ
             "lower it, or raise --context-length"
         )
     rng = np.random.default_rng(args.seed)
-    last = min(LAST_ID, config.vocab_size // 2)
+    found = find_special_ids(args.model, config, None)
+    special = {found.mask_id, *(found.eos_id or ()), found.delete_token_id, found.split_token_id}
+    special |= {getattr(args, name, None) for name in ("mask_id", "delete_token_id", "split_token_id")}  # if given
+    ordinary = [token for token in range(min(LAST_ID, config.vocab_size // 2)) if token not in special]
     requests = []
     for length in sorted({min(5, room), max(1, room // 2), room}):
-        ids = tuple(rng.integers(FIRST_ID, last, length).tolist())
+        ids = tuple(rng.choice(ordinary, length).tolist())
         requests.append(Request(f"made-up prompt {len(requests) + 1}", None, ids, args.seed))
     return requests
 

@@ -34,7 +34,6 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint folder")
     add_prompt_options(parser, required=True)
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, and nothing else")
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+from oled_jax.assets import DEMO, model_folder
 from oled_jax.config import ModelConfig
 from oled_jax.errors import OledError
 
@@ -57,7 +58,14 @@ def add_prompt_options(parser: argparse.ArgumentParser, *, required: bool) -> No
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """How a checkpoint is loaded."""
+    """Which checkpoint, and how it is loaded."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        type=model_folder,
+        help=f'checkpoint folder, or "{DEMO}", the small one that ships with the package',
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute in this type (default: as stored)")
     model.add_argument(

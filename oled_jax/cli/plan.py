@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oled_jax.assets import DEMO, model_folder
 from oled_jax.cli.running import argument_type
 from oled_jax.config import ModelConfig, preset_names
 from oled_jax.errors import OledError
@@ -60,7 +61,8 @@ def add_parser(subparsers: Any) -> None:
         "--model",
         required=True,
         metavar="PATH|PRESET",
-        help=f"checkpoint folder, config.json, or one of {', '.join(preset_names())}",
+        type=model_folder,
+        help=f"checkpoint folder, config.json, {DEMO} (the one that ships), or one of {', '.join(preset_names())}",
     )
     parser.add_argument(
         "--experts-on-device",

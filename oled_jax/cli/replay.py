@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oled_jax.assets import model_folder
 from oled_jax.errors import OledError, problem_list
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="PRESET|PATH",
+        type=model_folder,
         help="preset or config.json of the model whose experts move (default: the one that the trace tells of, else "
         "the preset with as many layers and experts)",
     )

@@ -52,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint folder")
     add_prompt_options(parser, required=True)
     output = parser.add_argument_group("trace")
     output.add_argument("--out", required=True, metavar="FILE", help="file to write: .safetensors or .safetensors.gz")
