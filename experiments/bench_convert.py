@@ -34,6 +34,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with open_checkpoint(arguments.checkpoint) as checkpoint:
         total = checkpoint.total_bytes
+    arguments.work.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-convert-", dir=arguments.work))
     equal = True
     try:

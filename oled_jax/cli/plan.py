@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_table(plan: "Plan") -> str:
-    """The plan for people: what is asked for, then a line for each thing that takes memory, in GiB."""
+    """The plan for people: what is asked for, then a line for each thing that takes memory."""
     if plan.experts_on_device is None:
         where = f"all {plan.num_experts} on the device, no bank"
     else:
@@ -141,10 +141,11 @@ def plan_table(plan: "Plan") -> str:
 def side_by_side_table(plans: list["Plan"]) -> str:
     """One line for each of several plans that differ in the number of experts on the device."""
     judged = any(plan.device_limit is not None or plan.host_limit is not None for plan in plans)
-    lines = ["experts on device       N/E   device GiB  host GiB" + ("  fits" if judged else "")]
+    device, host = (_unit(max(sizes)) for sizes in zip(*((p.device.total, p.host.total) for p in plans), strict=True))
+    lines = [f"experts on device       N/E   device {device}  host {host}" + ("  fits" if judged else "")]
     for plan in plans:
         name = "all, no bank" if plan.experts_on_device is None else f"{plan.experts_on_device}"
-        line = f"{name:>17}  {plan.share:8.1%}  {_gib(plan.device.total):>11}  {_gib(plan.host.total):>8}"
+        line = f"{name:>17}  {plan.share:8.1%}  {_in(device, plan.device.total):>11}  {_in(host, plan.host.total):>8}"
         lines.append(line + ((f"  {'yes' if plan.fits else 'no'}") if judged else ""))
     return "\n".join(lines)
 
@@ -157,11 +158,17 @@ def _section(title: str, bytes_of: Any, names: dict[str, str], limit: int | None
         rows += [("available", limit), ("remaining", limit - bytes_of.total)]
     if headroom:
         rows.append(("  of it head-room", headroom))
-    return ["", f"{title:<28}{'GiB':>9}", *(f"  {label:<26}{_gib(count):>9}" for label, count in rows)]
+    unit = _unit(bytes_of.total)
+    return ["", f"{title:<28}{unit:>9}", *(f"  {label:<26}{_in(unit, count):>9}" for label, count in rows)]
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f}"
+def _unit(total: int) -> str:
+    """In what to show a sum and its parts."""
+    return "GiB" if total >= 2**30 else "MiB"
+
+
+def _in(unit: str, count: int) -> str:
+    return f"{count / {'GiB': 2**30, 'MiB': 2**20}[unit]:.2f}"
 
 
 def _side_by_side(planned: Callable[..., "Plan"], chosen: "Plan") -> list["Plan"]:

@@ -210,7 +210,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ("gap closure", ">", ["-" if r["gap_closure"] is None else f"{r['gap_closure']:.3f}" for r in results])
     )
     if "intervals" in results[0]:
-        columns.append(("", ">", [_span(result["intervals"]["gap_closure"]) for result in results]))
+        columns.append(("(95%)", ">", [_span(result["intervals"]["gap_closure"]) for result in results]))
     lines = []
     for row in zip(*([title, *cells] for title, _, cells in columns), strict=True):
         widths = [max(len(title), *map(len, cells)) for title, _, cells in columns]
