@@ -12,12 +12,13 @@ workspace stays that of one expert, and its results depend neither on N nor on w
 experts with most tokens in the last chunk stay, under every policy that admits any.
 
 There is no Python between layers and no host in a step. Who is loaded is decided before any loop, also where nothing is
-missing: XLA asks the device before every turn of a loop whether to take it, some 20 microseconds in which nothing else
-runs, so a loop that runs once around the others costs a layer with misses more than it saves one without. Slot arrays
-go through ``while`` loops, never through ``cond``, which would copy them.
+missing, unless all experts fit: XLA asks the device before each turn of a loop whether to take it, some 20 microseconds
+in which nothing else runs, so a loop that runs once around the others costs a layer with misses more than it saves one
+without. Slot arrays go through ``while`` loops, never through ``cond``, which would copy them.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -142,10 +143,9 @@ class OffloadedExperts:
         own, ids = state.layers[layer], routing.ids
         before = own.row_of >= 0
         position = sorted(state.layers).index(layer)
-        with jax.named_scope("placement"):
-            plan = self._planned(own.row_of, state, position, routing)
+        planned = jax.named_scope("placement")(partial(self._planned, own.row_of, state, position, routing))
         compute = self._sweep if self.prefills else {LOAD_THEN_COMPUTE: self._ltc, STREAM: self._stream}[self.form]
-        chosen, after = compute(store[layer], own, plan, x, ids)
+        chosen, after = compute(store[layer], own, planned, x, ids)
         y = combine_chosen(chosen, ids, routing.weights * scale)
         state = dataclasses.replace(state, layers={**state.layers, layer: after})
         return y, state, LayerTelemetry(ids, routing.weights, before, after.row_of >= 0)
@@ -176,23 +176,30 @@ class OffloadedExperts:
         plan = policy.plan(state.retention, position, demand, counts, gates, resident, jnp)
         return place(*where, plan, self.capacity, policy.mode, contested=policy.contested)
 
-    def _ltc(self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array):
+    def _ltc(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
         """Loads what is missing, then one product over all rows.
 
         If there is more than fits, what is over goes first, in rounds of its own through the staging rows.
         """
-        everything_fits = self.capacity >= self.num_experts and self.policy.admits
-        first = plan.admissions + jnp.minimum(plan.misses - plan.admissions, self.staging)
-        slots, chosen = own.slots, jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
-        if not everything_fits:
+
+        def load_missing(carry):
+            _, slots, _, chosen = carry
+            plan = planned()
+            first = plan.admissions + jnp.minimum(plan.misses - plan.admissions, self.staging)
             slots, chosen = self._rounds(bank, slots, plan, first, x, ids, chosen)
-        slots = load(slots, bank, plan, 0, first)
-        row_of = with_visitors(plan.after, plan, plan.admissions, first)
+            slots = load(slots, bank, plan, 0, first)
+            return jnp.bool_(False), slots, with_visitors(plan.after, plan, plan.admissions, first), chosen
+
+        nothing = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
+        missing = jnp.any((ids >= 0) & (look_up(own.row_of, ids) < 0))
+        carry = (missing, own.slots, own.row_of, nothing)
+        # With a row for every expert a layer soon misses nothing, and need not even plan.
+        everything_fits = self.capacity >= self.num_experts
+        carry = lax.while_loop(lambda carry: carry[0], load_missing, carry) if everything_fits else load_missing(carry)
+        _, slots, row_of, chosen = carry
         rows = look_up(row_holding(row_of), ids)
         now = gather_chosen(expert_outputs(x, slots), rows)
-        if not everything_fits:
-            now = jnp.where(rows[..., None] >= 0, now, chosen)
-        return now, LayerState(slots, row_of)
+        return jnp.where(rows[..., None] >= 0, now, chosen), LayerState(slots, row_of)
 
     def _rounds(self, bank, slots: ExpertWeights, plan: Placement, first: Array, x: Array, ids: Array, chosen: Array):
         """Computes entries ``first`` and up of the plan's order, as many at a time as there are staging rows."""
@@ -212,14 +219,16 @@ class OffloadedExperts:
         _, slots, chosen = lax.while_loop(unfinished, one_round, (first, slots, chosen))
         return slots, chosen
 
-    def _stream(self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array):
+    def _stream(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
         """One product over what is resident, then each missing expert alone, as it lands."""
+        plan = planned()
         chosen = gather_chosen(expert_outputs(x, own.slots), look_up(own.row_of, ids))
         slots, chosen = self._load_and_compute_each(bank, own.slots, plan, x, ids, chosen)
         return chosen, LayerState(slots, plan.after)
 
-    def _sweep(self, bank: ExpertWeights, own: LayerState, plan: Placement, x: Array, ids: Array):
+    def _sweep(self, bank: ExpertWeights, own: LayerState, planned: Callable[[], Placement], x: Array, ids: Array):
         """Every wanted expert alone: the resident ones first, so that their rows may be reused."""
+        plan = planned()
         order = jnp.argsort(~plan.hit, stable=True)
 
         def compute_one(i, chosen):

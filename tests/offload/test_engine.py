@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from oled_jax.comparison import compare
 from oled_jax.offload.offloaded import FORMS, LOAD_THEN_COMPUTE, MODES, STREAM
 from oled_jax.retention import Routing, Table, policy_by_name
 from oled_jax.retention.frequency import StaticFrequency
@@ -45,6 +46,18 @@ def test_golden_tokens_under_a_budget(capacity, form):
         assert out.tokens == case["output_ids"], index
     ids = forward(NAME)["input_ids"]
     np.testing.assert_allclose(eng.logits(ids, 8), engine(NAME).logits(ids, 8), atol=1e-4)
+
+
+def test_a_policy_that_seldom_admits_may_have_a_row_for_every_expert():
+    """Nothing that it leaves out is resident, then, and still there are more of those than staging rows."""
+    kind, _, case = cases(NAME)[0]
+    eng = offloaded_engine(NAME, EXPERTS, policy_by_name("tide:start=empty,tau=50"), FORMS[0], staging=1)
+    outcome, out = compare(
+        eng, engine(NAME), case["prompt_ids"], rule_of(kind, case), gen_length=case["gen_length"], seed=0
+    )
+    assert out.tokens == case["output_ids"]
+    assert outcome.max_logit < 1e-3
+    assert sum(out.metrics.experts.decode.rounds) > LAYERS * out.metrics.num_forwards
 
 
 def prompts() -> list[list[int]]:
