@@ -60,15 +60,23 @@ class Part:
 
 
 def parts_of(text: str) -> dict[str, str]:
-    """Operation name to part, from a program's optimised HLO."""
-    found = {}
+    """Operation name to part, from a program's optimised HLO.
+
+    An asynchronous operation shows in a profile under the name of the computation that it runs, so those are in, too.
+    """
+    found, computations, within = {}, {}, None
     for line in text.splitlines():
+        heading = re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(.*{$", line)
         name = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
-        if name:
+        if heading:
+            within = heading.group(1)
+        elif name:
             scope = re.search(r'op_name="([^"]*)"', line)
             pieces = [piece for piece in re.split(r"[/()]", scope.group(1)) if piece in PARTS] if scope else []
             found[name.group(1)] = pieces[-1] if pieces else "other"
-    return found
+            if pieces:
+                computations[within] = pieces[-1]
+    return computations | found
 
 
 def device_events(folder: str) -> list[tuple[str, float]]:
