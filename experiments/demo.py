@@ -21,7 +21,7 @@ import numpy as np
 
 from oled_jax import Engine, Threshold
 from oled_jax.arguments import integer
-from oled_jax.cli.running import EXIT_INTERRUPTED, EXIT_MISTAKE, Parser
+from oled_jax.cli.running import Parser, run_command
 from oled_jax.decoding.loop import Generation
 from oled_jax.errors import OledError
 from oled_jax.files import write_whole
@@ -241,6 +241,7 @@ def demonstrate(arguments: argparse.Namespace) -> int:
 def parser() -> Parser:
     """The command line; raises OledError where argparse would print its usage."""
     p = Parser(prog="demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.set_defaults(command="demo", run=demonstrate)
     p.add_argument("folder", nargs="?", type=Path, default=Path("demo"), help="of the PNG (default: %(default)s)")
     p.add_argument("--prompts", type=int, default=len(PROMPTS), metavar="N", help="how many (default: %(default)s)")
     p.add_argument("--layer", type=int, metavar="N", help="the layer to draw (default: the middle one)")
@@ -251,16 +252,7 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code, 2 after one line about a user's mistake."""
-    try:
-        return demonstrate(parser().parse_args(argv))
-    except OledError as error:
-        print(f"demo: error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"demo: error: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("\ndemo: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return EXIT_MISTAKE
+    return run_command("demo", parser, argv)
 
 
 if __name__ == "__main__":

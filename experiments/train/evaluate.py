@@ -21,7 +21,7 @@ from tasks import KINDS, Example, grade, held_out
 
 from oled_jax import Engine, Threshold
 from oled_jax.assets import model_folder
-from oled_jax.cli.running import Parser
+from oled_jax.cli.running import Parser, run_command
 from oled_jax.decoding.loop import Generation
 from oled_jax.errors import OledError
 from oled_jax.files import write_whole
@@ -129,6 +129,7 @@ def compared(arguments: argparse.Namespace, run: tuple) -> dict:
 def parser() -> Parser:
     """The command line; raises OledError where argparse would print its usage."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.set_defaults(command="evaluate", run=run)
     p.add_argument("--model", type=model_folder, required=True, metavar="FOLDER", help="checkpoint folder, or demo")
     p.add_argument("--per-task", type=int, default=50, metavar="N", help="examples of each task (default: %(default)s)")
     p.add_argument("--tasks", metavar="NAME,NAME", help="only these tasks")
@@ -140,22 +141,36 @@ def parser() -> Parser:
     p.add_argument("--seed", type=int, default=0, help="of the examples (default: %(default)s)")
     p.add_argument("--level", type=float, default=1.0, help="size of the tasks, 0 to 1 (default: %(default)s)")
     p.add_argument("--compare", action="store_true", help="also with 40 %% and 10 %% of the experts, and in bfloat16")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write everything there, failures too")
     return p
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints the result as JSON; returns the exit code, 2 for a user's mistake."""
-    try:
-        arguments = parser().parse_args(argv)
-        text = json.dumps(evaluate(arguments), indent=1, ensure_ascii=False)
-        if arguments.json:
-            write_whole(arguments.json, text + "\n")
-    except OledError as error:
-        print(f"evaluate: error: {error}", file=sys.stderr)
-        return 2
-    print(text)
+def table(result: dict) -> str:
+    """The result for people; failures and the load of every layer are in the JSON alone."""
+    lines = [f"{'task':12s} {'examples':>8s} {'exact match':>12s} {'tokens/forward':>15s}"]
+    for name, rates in {**result["tasks"], "all": result["all"]}.items():
+        figures = f"{rates['examples']:8d} {rates['exact_match']:12.3f} {rates['tokens_per_forward']:15.2f}"
+        lines.append(f"{name:12s} {figures}")
+    load = result["expert_load"]
+    least, dead = min(load["min"]), sum(load["dead"])
+    lines += ["", f"least used expert of any layer: {least:.2f} of an even share; below a tenth: {dead}"]
+    for setting, share in result.get("comparison", {}).items():
+        lines.append(f"answers equal to those of all experts in float32: {share:7.2%}  {setting}")
+    return "\n".join(lines)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the result, and writes it as JSON if that is asked for."""
+    result = evaluate(arguments)
+    if arguments.json:
+        write_whole(arguments.json, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(table(result))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code, 2 for a user's mistake."""
+    return run_command("evaluate", parser, argv)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from tasks import KINDS
 from oled_jax.arguments import integer
 from oled_jax.assets import model_folder
 from oled_jax.cli import main as oled_jax
-from oled_jax.cli.running import Parser
+from oled_jax.cli.running import Parser, run_command
 from oled_jax.errors import OledError
 
 
@@ -44,8 +44,8 @@ ALL += (Setting(32, 0.9, 4),)
 CORE_PROMPTS, ALL_PROMPTS = 8, 20
 
 
-def record(arguments: argparse.Namespace) -> None:
-    """Records whatever is missing; OledError for the first file that fails (the recorder has said why)."""
+def record(arguments: argparse.Namespace) -> int:
+    """Records whatever is missing, and returns 0; OledError for the first file that fails (the recorder said why)."""
     integer("--count", arguments.count or 1, 1, 10**6)
     name = Path(arguments.model).resolve().name
     settings = CORE if arguments.core else ALL
@@ -65,11 +65,13 @@ def record(arguments: argparse.Namespace) -> None:
             files = ("--model", arguments.model, "--prompts-file", prompts, "--out", out)
             if oled_jax(["trace", *map(str, files), *words.split()]):
                 raise OledError(f"{out} was not recorded")
+    return 0
 
 
 def parser() -> Parser:
     """The command line; raises OledError where argparse would print its usage."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.set_defaults(command="traces", run=record)
     p.add_argument("--model", type=model_folder, required=True, metavar="FOLDER", help="checkpoint folder, or demo")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the files")
     p.add_argument("--core", action="store_true", help="only what the repository holds")
@@ -81,15 +83,7 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code, 2 for a user's mistake."""
-    try:
-        record(parser().parse_args(argv))
-    except OledError as error:
-        print(f"traces: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"traces: error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("traces", parser, argv)
 
 
 if __name__ == "__main__":

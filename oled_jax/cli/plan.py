@@ -193,7 +193,7 @@ def _config(model: str) -> ModelConfig:
         return ModelConfig.from_preset(model)
     if not model or not Path(model).exists():
         raise OledError(
-            f"--model {model or repr(model)} does not exist: give a checkpoint folder, a config.json, or one of the "
-            f"presets {', '.join(preset_names())}"
+            f"--model {model or repr(model)} does not exist: give a checkpoint folder, a config.json, {DEMO} (the "
+            f"model that ships), or one of the presets {', '.join(preset_names())}"
         )
     return ModelConfig.from_hf(model)

@@ -33,7 +33,10 @@ class Prepared:
 def check_model_folder(args: argparse.Namespace) -> ModelConfig:
     """The config of ``--model``; OledError when that is no folder of a checkpoint."""
     if not args.model or not Path(args.model).is_dir():  # an empty path would be the working folder
-        raise OledError(f"--model {args.model or repr(args.model)} is not a folder: give that of a checkpoint")
+        raise OledError(
+            f"--model {args.model or repr(args.model)} is not a folder: give that of a checkpoint, or demo, "
+            "the model that ships"
+        )
     return ModelConfig.from_hf(args.model)
 
 
