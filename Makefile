@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed-dev
+PLOTS = $(VENV)/.installed-plots
 WORKERS ?= 2
 PYTEST_ARGS ?=
 # What another Python with newer packages could break: everything that jax, flax, orbax or numpy take part in.
@@ -33,10 +34,13 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 
+$(PLOTS): $(INSTALLED)
+	$(BIN)/python -m pip install -q -e '.[plots]'
+	@touch $@
+
 install: $(INSTALLED)
 
-demo: $(INSTALLED)
-	$(BIN)/python -m pip install -q -e '.[plots]'
+demo: $(PLOTS)
 	$(BIN)/python experiments/demo.py
 
 # Held-out tasks with all, 40 % and 10 % of the experts: about five minutes on two cores. EVALUATE=40 gives the model
@@ -51,9 +55,8 @@ demo-traces: $(INSTALLED)
 	$(BIN)/python experiments/train/traces.py --model demo --out traces
 
 # Policies are compared on the split that nothing was fitted to.
-figures: $(INSTALLED)
+figures: $(PLOTS)
 	@test -n "$(TRACES)" || { echo "figures: name trace files, as in make figures TRACES=run.safetensors.gz"; exit 2; }
-	$(BIN)/python -m pip install -q -e '.[plots]'
 	for name in fig04_footprint fig07_overlap fig10_stability; do \
 	  $(BIN)/python experiments/figures/$$name.py $(TRACES) || exit 1; \
 	done

@@ -51,9 +51,9 @@ def main() -> None:
             runner = OffloadedExperts(
                 config.num_experts, args.capacity, policy_by_name(name), observes=manager == "device"
             )
-            new = partial(RetentionManager, runner.policy, len(config.moe_layers), config.num_experts, args.capacity)
+            shape = (len(config.moe_layers), config.num_experts, args.capacity)
+            new = partial(RetentionManager, runner.policy, *shape) if manager == "host" else None
             scripted = ScriptedRouting(runner, script)
-            new = new if manager == "host" else None
             engine = Engine(model, bank, context_length=CONTEXT, runner=scripted, new_manager=new)
             steppers[name, manager] = Stepper(engine, (args.misses,))
             steppers[name, manager].run()

@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oled_jax.assets import DEMO
 from oled_jax.cli.lengths import plan_lengths
 from oled_jax.cli.options import make_rule
 from oled_jax.cli.requests import Request, encode_requests
@@ -34,7 +35,7 @@ def check_model_folder(args: argparse.Namespace) -> ModelConfig:
     """The config of ``--model``; OledError when that is no folder of a checkpoint."""
     if not args.model or not Path(args.model).is_dir():  # an empty path would be the working folder
         raise OledError(
-            f"--model {args.model or repr(args.model)} is not a folder: give that of a checkpoint, or demo, "
+            f"--model {args.model or repr(args.model)} is not a folder: give that of a checkpoint, or {DEMO}, "
             "the model that ships"
         )
     return ModelConfig.from_hf(args.model)
